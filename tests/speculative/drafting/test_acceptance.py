@@ -1,4 +1,4 @@
-"""What is learned of a draft's acceptance."""
+"""Estimates of a draft's acceptance."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from speculative.drafting.acceptance import AcceptanceEstimate
 
 
 def judge(estimate, confidence, accepted, times):
-    """Draft a single token again and again."""
+    """Draft a single token `times` times."""
     for _ in range(times):
         estimate.begin()
         estimate.draft(confidence)
@@ -20,7 +20,7 @@ def survival(estimate, *confidences):
     return estimate.survival
 
 
-def test_each_confidence_has_its_own_acceptance():
+def test_each_confidence_level_has_its_own_acceptance():
     estimate = AcceptanceEstimate()
     for _ in range(50):
         judge(estimate, 0.1, 0, 1)
@@ -31,7 +31,7 @@ def test_each_confidence_has_its_own_acceptance():
     assert survival(estimate, 0.0) == unsure and survival(estimate, 1.0) == sure
 
 
-def test_tokens_after_a_rejected_one_are_not_judged():
+def test_tokens_after_a_rejected_one_are_not_counted():
     estimate, same = AcceptanceEstimate(), AcceptanceEstimate()
     for one, confidences in ((estimate, (0.9, 0.1, 0.5)), (same, (0.9, 0.1))):
         survival(one, *confidences)
@@ -41,7 +41,7 @@ def test_tokens_after_a_rejected_one_are_not_judged():
     assert AcceptanceEstimate().describe() == "no draft token verified yet"
 
 
-def test_a_new_request_begins_with_what_the_others_taught():
+def test_new_request_starts_from_pooled_acceptance():
     pool = AcceptanceEstimate()
     assert AcceptanceEstimate(pool=pool).mean() == pool.mean() == AcceptanceEstimate.PRIOR_ACCEPTANCE
     judge(AcceptanceEstimate(pool=pool), 0.9, 0, 200)
@@ -52,13 +52,13 @@ def test_a_new_request_begins_with_what_the_others_taught():
 
 
 @pytest.mark.parametrize(("fades", "least", "most"), [(True, 0.0, 0.001), (False, 0.02, 0.03)])
-def test_a_prior_fades_or_keeps_its_weight(fades, least, most):
+def test_prior_fades_or_keeps_its_weight(fades, least, most):
     estimate = AcceptanceEstimate(prior_fades=fades)
     judge(estimate, 0.9, 0, 1000)
     assert least <= estimate.mean() <= most
 
 
-def test_a_probe_is_due_after_long_without_a_draft():
+def test_probe_is_due_after_many_iterations_without_draft():
     estimate = AcceptanceEstimate()
 
     def plain():
@@ -74,7 +74,7 @@ def test_a_probe_is_due_after_long_without_a_draft():
     assert gaps == [8, 16, 32, 64, 64, 64, 0, 16]
 
 
-def test_the_next_token_counts_by_its_confidence_if_that_is_known_before_it_is_drafted():
+def test_known_confidence_determines_acceptance_of_the_next_token():
     estimate = AcceptanceEstimate()
     for _ in range(50):
         judge(estimate, 0.2, 0, 1)
@@ -89,7 +89,7 @@ def test_the_next_token_counts_by_its_confidence_if_that_is_known_before_it_is_d
     assert estimate.next() == estimate.mean()  # that of the token after it is not known yet
 
 
-def test_acceptance_is_learned_from_foreseen_tokens_that_were_declined():
+def test_acceptance_is_learned_from_declined_tokens():
     pool = AcceptanceEstimate()
     estimate = AcceptanceEstimate(pool=pool)
     for _ in range(100):

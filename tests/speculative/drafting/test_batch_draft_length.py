@@ -22,7 +22,7 @@ def large(n):
 
 
 def slow(n):
-    """Every token costs as much as the first: nothing can be gained."""
+    """Every token costs as much as the first, so drafting cannot gain anything."""
     return 40.0 * np.asarray(n)
 
 
@@ -39,7 +39,7 @@ def rule_of(first=small, further=None):
     return BatchDraftLength(curve(large), curve(first), curve(further or first))
 
 
-def deaf(rule):
+def without_learning(rule):
     """A policy that does not learn costs or losses from measured times."""
     rule.draft.update = rule.draft_further.update = lambda *_: None
     rule._compare_with_plain = lambda *_: None
@@ -97,13 +97,13 @@ def best_alike(chances, texts, main=large, draft=small, further=None):
 
 @pytest.mark.parametrize("texts", [1, 3, 12])
 @pytest.mark.parametrize("chances", [[0.0], [0.6], [0.95], [0.2, 0.95]], ids=str)
-def test_as_fast_as_the_best_length_for_all(texts, chances):
+def test_as_fast_as_the_best_common_draft_length(texts, chances):
     rule = rule_of()
     rate, _ = decode(rule, [Text(rule, chances) for _ in range(texts)], 500, np.random.default_rng(0))
     assert rate > 0.95 * best_alike(chances, texts)
 
 
-def test_faster_than_any_length_for_all_where_texts_differ():
+def test_faster_than_any_common_draft_length_if_requests_differ():
     rule = rule_of()
     texts = [Text(rule, [chance]) for chance in (0.05, 0.05, 0.95, 0.95)]
     rate, _ = decode(rule, texts, 500, np.random.default_rng(1))
@@ -113,7 +113,7 @@ def test_faster_than_any_length_for_all_where_texts_differ():
     assert rate > 1.1 * alike
 
 
-def test_drafting_shrinks_under_load_and_comes_back():
+def test_drafting_shrinks_under_load_and_recovers():
     """From one request to many and back, with continuing acceptance estimates."""
     random = np.random.default_rng(2)
     rule = rule_of()
@@ -127,7 +127,7 @@ def test_drafting_shrinks_under_load_and_comes_back():
     assert by_load[4][1] == pytest.approx(by_load[4][0], abs=0.4)
 
 
-def test_one_text_is_drafted_for_as_by_the_rule_for_one():
+def test_single_request_is_drafted_as_by_the_single_request_policy():
     random = np.random.default_rng(3)
     rule = rule_of()
     _, drafted = decode(rule, [Text(rule, [0.7])], 1000, random)
@@ -143,7 +143,7 @@ def test_one_text_is_drafted_for_as_by_the_rule_for_one():
     assert np.mean(drafted[200:]) == pytest.approx(np.mean(lengths[200:]), abs=0.7)
 
 
-def test_a_useless_draft_costs_little_and_is_tried_now_and_then():
+def test_useless_draft_costs_little_and_is_probed_occasionally():
     random = np.random.default_rng(4)
     rule = rule_of()
     texts = [Text(rule, [0.0]) for _ in range(2)]
@@ -155,14 +155,14 @@ def test_a_useless_draft_costs_little_and_is_tried_now_and_then():
     assert np.mean(drafted[-50:]) > 4
 
 
-@pytest.mark.parametrize("dearer", [1.0, long(1.2), 1.5])  # than measured: inferences on more tokens than texts
+@pytest.mark.parametrize("cost_factor", [1.0, long(1.2), 1.5])  # true over measured cost of passes with drafts
 @pytest.mark.parametrize("chances", [long([0.0]), [0.15], long([0.02, 0.3])], ids=str)
 @pytest.mark.parametrize("texts", [1, 4])
-def test_never_slower_than_no_draft_by_more_than_a_hundredth(dearer, chances, texts):
+def test_at_most_one_percent_slower_than_plain_decoding(cost_factor, chances, texts):
     """Within 2,000 tokens, even if the measured costs are wrong. The mean of 3 runs, because times vary."""
 
     def main(n):
-        return large(n) * np.where(np.asarray(n) > texts, dearer, 1.0)
+        return large(n) * np.where(np.asarray(n) > texts, cost_factor, 1.0)
 
     rates = []
     for seed in range(3):
@@ -178,8 +178,8 @@ def little(n):
 
 
 @pytest.mark.parametrize(("texts", "gain"), [(1, 1.05), (4, 1.03)])
-def test_a_pass_keeps_its_size_where_a_change_takes_long(texts, gain):
-    """It is padded then, and draft tokens take the places: as fast as a fixed length, which never changes the size."""
+def test_pass_keeps_its_size_if_a_change_is_expensive(texts, gain):
+    """Padding or draft tokens fill the pass: as fast as a fixed length, which never changes the size."""
     chances, rates = [0.2, 0.8], []
     for known in (0.0, 4.4):
         rule = BatchDraftLength(curve(little), curve(small), curve(small), known)
@@ -188,13 +188,13 @@ def test_a_pass_keeps_its_size_where_a_change_takes_long(texts, gain):
     assert rates[1] > gain * rates[0] and rates[1] > 0.95 * best_alike(chances, texts, little)
 
 
-def test_a_wide_pass_is_not_padded():
+def test_wide_pass_is_not_padded():
     rule = BatchDraftLength(curve(large), curve(small), curve(small), 1000.0)
     sizes = [rule.pass_width.of(n) for n in (8, 4, WIDEST + 16, WIDEST + 16, 4)]
     assert sizes == [8, 8, WIDEST + 16, WIDEST + 16, 4] and rule.pass_width.is_changed
 
 
-def test_why_tells_what_was_measured():
+def test_description_reports_measurements():
     rule = rule_of()
     assert "no draft token verified yet" in rule.describe()
     texts = [Text(rule, [0.9]) for _ in range(2)]
@@ -207,7 +207,7 @@ def test_why_tells_what_was_measured():
     assert speedup == pytest.approx(rate / (2 / large(2)), rel=0.05)
 
 
-def test_while_prompts_fill_the_inference_drafts_are_shorter():
+def test_drafts_are_shorter_while_prompts_fill_the_pass():
     rule = rule_of()
     texts = [Text(rule, [0.65])]
     _, alone = decode(rule, texts, 200, np.random.default_rng(5))
@@ -215,7 +215,7 @@ def test_while_prompts_fill_the_inference_drafts_are_shorter():
     assert np.mean(joined[20:]) < np.mean(alone[20:]) - 0.5
 
 
-def test_costs_that_were_wrong_are_learnt_from_the_clock():
+def test_wrong_costs_are_corrected_from_measured_times():
     """A main model that is much slower for many tokens than measured, until the machine recovers."""
     random = np.random.default_rng(6)
     rule = rule_of()
@@ -227,7 +227,7 @@ def test_costs_that_were_wrong_are_learnt_from_the_clock():
     assert np.mean(drafted[-100:]) > 0.6 * np.mean(before[50:])
 
 
-def test_kernels_compiled_for_new_sizes_do_not_stop_drafting():
+def test_kernel_compilation_for_new_sizes_does_not_stop_drafting():
     """The first forward pass of each size takes five times as long, once."""
     random, rule, seen = np.random.default_rng(9), rule_of(), set()
 
@@ -242,7 +242,7 @@ def test_kernels_compiled_for_new_sizes_do_not_stop_drafting():
     assert len(seen) > 8 and np.mean(drafted[-20:]) > 2
 
 
-def test_passes_over_prompts_alone_teach_nothing_about_drafts():
+def test_prompt_only_passes_do_not_change_draft_costs():
     rule = rule_of(further=lambda n: (0.8 + 0.2 * n) * (np.asarray(n) > 0))
     rule._draft_sizes, rule._main_sizes = {1}, set(range(2000))
     estimate = rule.estimate()
@@ -258,7 +258,7 @@ def test_passes_over_prompts_alone_teach_nothing_about_drafts():
         assert rule.draft_further(1) == learned and rule._plain == n
 
 
-def test_a_draft_thought_too_slow_is_asked_again():
+def test_draft_measured_as_too_slow_is_probed_again():
     """The costs were measured under background load, at twenty times their true values."""
     random = np.random.default_rng(7)
     rule = rule_of(lambda n: 20 * small(n))
@@ -270,7 +270,7 @@ def test_a_draft_thought_too_slow_is_asked_again():
 
 
 @pytest.mark.parametrize(("texts", "chance", "mistaken"), [(1, 0.9, "dear"), (4, 0.6, "cheap")])
-def test_the_first_step_behind_the_main_model_may_cost_more(texts, chance, mistaken):
+def test_first_draft_step_may_cost_more_than_further_steps(texts, chance, mistaken):
     """A policy that assumes the first step's cost for all steps, or the further steps' cost, is slower somewhere."""
 
     def first(n):
@@ -281,12 +281,12 @@ def test_the_first_step_behind_the_main_model_may_cost_more(texts, chance, mista
         return decode(rule, each, 400, np.random.default_rng(8), draft=first, further=small)[0]
 
     right = rate(rule_of(first, small))
-    wrong = {"dear": rate(deaf(rule_of(first))), "cheap": rate(deaf(rule_of(small)))}
+    wrong = {"dear": rate(without_learning(rule_of(first))), "cheap": rate(without_learning(rule_of(small)))}
     assert right > 0.95 * best_alike([chance], texts, draft=first, further=small)
     assert right > 0.98 * max(wrong.values()) and right > 1.05 * wrong[mistaken]
 
 
-def test_texts_whose_next_token_looks_right_are_drafted_for_and_others_are_not():
+def test_only_requests_with_confident_next_token_are_drafted():
     nothing = LatencyCurve({1: 0.0})
     rule = BatchDraftLength(LatencyCurve({1: 15.0, 101: 515.0}), nothing, nothing)
     right, wrong = rule.estimate(), rule.estimate()

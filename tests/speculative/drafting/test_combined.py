@@ -100,7 +100,7 @@ def speedups(policy, copied, acceptance, costs=COSTS, texts=6):
 
 @pytest.mark.parametrize("copied", [0.0, 0.3, 0.6, 0.9])
 @pytest.mark.parametrize("acceptance", [0.05, 0.5, 0.8])
-def test_two_sources_are_as_fast_as_the_better_one_and_faster_where_both_help(copied, acceptance):
+def test_two_sources_match_the_better_one_and_beat_it_if_both_help(copied, acceptance):
     lookup, model, both = (
         speedups(policy, copied, acceptance) for policy in (LookupDraftLength, AdaptiveDraftLength, CombinedDraftLength)
     )
@@ -112,7 +112,7 @@ def test_two_sources_are_as_fast_as_the_better_one_and_faster_where_both_help(co
 
 @pytest.mark.parametrize("costs", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("acceptance", [0.05, 0.4, 0.75, 0.9])
-def test_where_changes_of_size_take_long_no_fixed_length_is_much_faster(costs, acceptance):
+def test_adaptive_length_matches_fixed_lengths_with_costly_size_changes(costs, acceptance):
     adaptive = speedups(AdaptiveDraftLength, 0.0, acceptance, costs, texts=3)
     fixed = [speedups(lambda _, k=k: FixedDraftLength(k), 0.0, acceptance, costs, texts=3) for k in (0, 1, 2, 3, 5, 8)]
     print(f"adaptive {adaptive:.3f}, fixed {np.round(fixed, 3)}: {adaptive / max(fixed):.3f}")
@@ -121,7 +121,7 @@ def test_where_changes_of_size_take_long_no_fixed_length_is_much_faster(costs, a
 
 @pytest.mark.parametrize("costs", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("acceptance", [0.05, 0.4, 0.75])
-def test_where_changes_of_size_take_long_two_sources_are_as_fast_as_the_better_one(costs, acceptance):
+def test_two_sources_match_the_better_one_with_costly_size_changes(costs, acceptance):
     policies = LookupDraftLength, AdaptiveDraftLength, CombinedDraftLength
     lookup, model, both = (speedups(policy, 0.5, acceptance, costs, texts=3) for policy in policies)
     print(f"{lookup:.3f}, {model:.3f}, both {both:.3f}: {both / max(lookup, model):.3f}")
@@ -129,7 +129,7 @@ def test_where_changes_of_size_take_long_two_sources_are_as_fast_as_the_better_o
 
 
 @pytest.mark.parametrize("costs", MODELS.values(), ids=MODELS)
-def test_a_useless_draft_model_does_not_slow_down_suffix_decoding(costs):
+def test_useless_draft_model_does_not_slow_down_suffix_decoding(costs):
     lookup, both = (speedups(policy, 0.9, 0.05, costs, texts=2) for policy in (LookupDraftLength, CombinedDraftLength))
     print(f"{lookup:.3f}, both {both:.3f}: {both / lookup:.3f}")
     assert both > 0.98 * lookup
@@ -157,7 +157,7 @@ def test_each_source_learns_from_its_own_tokens():
 
 @pytest.mark.parametrize(("token", "is_right"), [(7, True), (8, False)])
 @pytest.mark.parametrize("declined", ["for the draft model's", "at the end of the draft"])
-def test_copies_that_were_declined_are_learned_from_too(token, is_right, declined):
+def test_declined_copies_are_learned_from(token, is_right, declined):
     estimate = CombinedEstimate(AcceptanceEstimate(), MatchEstimate())
     before = estimate.of_matches.of(0.8)
     estimate.foresee(copy_of(token), can_use_model=True)
@@ -169,7 +169,7 @@ def test_copies_that_were_declined_are_learned_from_too(token, is_right, decline
     assert (estimate.of_matches.of(0.8) > before) == is_right
 
 
-def test_matches_that_are_often_wrong_lower_the_hopes_of_longer_ones():
+def test_wrong_short_matches_lower_the_value_of_longer_ones():
     estimate = MatchEstimate()
     before = estimate.ahead_of(0.85, 1)
     for _ in range(10):
@@ -177,8 +177,8 @@ def test_matches_that_are_often_wrong_lower_the_hopes_of_longer_ones():
     assert estimate.ahead_of(0.85, 1) < 0.7 * before
 
 
-def test_where_the_draft_model_cannot_draft_copies_go_on():
-    """As beyond its context length, however good it has been."""
+def test_copying_continues_if_the_draft_model_cannot_draft():
+    """For example beyond its context length, however good its draft tokens were."""
     policy = CombinedDraftLength(COSTS)
     for _ in range(50):
         policy.begin()
@@ -191,8 +191,8 @@ def test_where_the_draft_model_cannot_draft_copies_go_on():
     assert policy.copies_next(None, can_use_model=False) is None
 
 
-def test_a_match_of_two_tokens_is_copied_before_anything_is_known_about_the_draft_model():
-    """A long quotation begins with one, and a single wrong token of the draft model keeps it from being copied."""
+def test_two_token_match_is_copied_before_draft_model_is_measured():
+    """A long copied passage starts with such a match. One wrong token of the draft model would end the copy."""
     policy = CombinedDraftLength(COSTS)
     policy.begin()
     assert policy.copies_next(copy_of(1, MATCH_ACCEPTANCE[1])) is True
@@ -200,8 +200,8 @@ def test_a_match_of_two_tokens_is_copied_before_anything_is_known_about_the_draf
     assert policy.copies_next(copy_of(1, MATCH_ACCEPTANCE[0])) is False
 
 
-def test_an_iteration_without_a_draft_teaches_nothing_about_the_draft_before():
-    """As the last one of a text, in which nothing may be drafted."""
+def test_iteration_without_draft_does_not_change_the_estimates():
+    """For example the last iteration of a text, in which no draft is possible."""
     policy = CombinedDraftLength(COSTS)
     policy.begin()
     policy.copies_next(copy_of(1, 0.2))
@@ -215,7 +215,7 @@ def test_an_iteration_without_a_draft_teaches_nothing_about_the_draft_before():
     assert policy._draft_steps(0, 0.0) == (0, 0.0)
 
 
-def test_the_summary_names_both_sources():
+def test_description_names_both_sources():
     policy = CombinedDraftLength(COSTS)
     assert "no draft token verified yet; draft model: not used yet; copies: none yet" in policy.describe()
     policy.begin()
@@ -225,7 +225,7 @@ def test_the_summary_names_both_sources():
     assert "draft model: not used yet; copies: per-token acceptance 1.00 over 1 draft token" in policy.describe()
 
 
-def test_policies_of_other_sources_are_refused():
+def test_policies_for_other_sources_are_rejected():
     suffix = SuffixProposer(vocab_size=100)
     both = CombinedProposer(suffix, DraftModelProposer(None, 100))
     with pytest.raises(ValueError, match="declining random proposals changes the output"):
@@ -236,7 +236,7 @@ def test_policies_of_other_sources_are_refused():
         Decoder(None, both, AdaptiveDraftLength(COSTS))
 
 
-def test_seeded_choices_do_not_depend_on_timings():
+def test_seeded_decisions_do_not_depend_on_timings():
     def choices(slower):
         policy = CombinedDraftLength(COSTS)
         policy.reset(repeatable=True)
@@ -265,7 +265,7 @@ def batch(draft=3.0):
 
 
 def iterate(policy, estimate, match, right):
-    """An iteration of a batch of one request: whether it copied, or the draft model was asked, or neither (None)."""
+    """An iteration of a batch of one: True if it copied, False if it used the draft model, None if neither."""
     estimate.begin()
     policy.begin([estimate], 1)
     estimate.foresee(match, can_use_model=True)
@@ -282,22 +282,22 @@ def iterate(policy, estimate, match, right):
     return copied
 
 
-def test_in_a_batch_the_draft_model_is_probed_although_there_are_bad_matches():
+def test_batch_policy_probes_draft_model_despite_bad_matches():
     policy = batch()
     estimate = policy.estimate(combined=True)
     made = [iterate(policy, estimate, copy_of(1, 0.2), right=False) for _ in range(200)]
     assert made[50:].count(True) < 5 and 1 <= made[50:].count(False) < 20
 
 
-def test_in_a_batch_good_matches_are_copied():
+def test_batch_policy_copies_good_matches():
     policy = batch()
     estimate = policy.estimate(combined=True)
     made = [iterate(policy, estimate, copy_of(1, 0.9), right=True) for _ in range(60)]
     assert made.count(True) > 50
 
 
-def test_a_request_that_copies_in_any_case_pays_for_no_forward_pass_of_the_draft_model():
-    """So the first request that needs one is charged with it."""
+def test_copying_request_is_not_charged_for_draft_model_passes():
+    """The first request that needs a draft-model forward pass is charged for it."""
     chosen = []
     for anyway in (0, 1):
         policy = batch(draft=9.0)

@@ -28,10 +28,11 @@ def long(value):
 
 
 def decode(rule, chances, new_tokens, random, draft=2.0, noise=0.1, first=0.0, main=SECONDS, switch=0.0):
-    """Tokens a second of a text whose draft tokens are each accepted with a chance from `chances`; and the iterations.
+    """Tokens per second of a text whose draft tokens are each accepted with a probability from `chances`, and the
+    iterations.
 
-    The draft is as sure of a token as it should be. Times scatter. `switch` is what a forward pass takes longer
-    that has another number of tokens than the one before.
+    The draft's confidence is calibrated. Times vary. `switch` is the extra time of a forward pass whose number of
+    tokens differs from that of the pass before.
     """
     tokens = seconds = before = 0
     iterations = []
@@ -63,7 +64,7 @@ def best_fixed(chances, costs=COSTS):
 @pytest.mark.parametrize(
     "chances", [[0.0], [0.1], [0.3], [0.5], [0.75], [0.9], [0.97], [0.2, 0.95], [0.05, 0.6, 0.99]], ids=str
 )
-def test_adaptive_is_as_fast_as_the_best_fixed_length(chances):
+def test_adaptive_length_is_as_fast_as_the_best_fixed_length(chances):
     for repeatable in (False, True):
         rule = AdaptiveDraftLength(COSTS)
         rule.reset(repeatable)
@@ -71,20 +72,20 @@ def test_adaptive_is_as_fast_as_the_best_fixed_length(chances):
 
 
 @pytest.mark.parametrize("chance", [0.5, 0.75, 0.9])
-def test_a_first_draft_step_that_costs_more_does_not_make_drafts_short(chance):
+def test_expensive_first_draft_step_does_not_shorten_drafts(chance):
     """The main model evicts the draft from the CPU caches, so its first step is slow."""
     costs = Costs(draft=12.0, main=COSTS.main, draft_further=2.0)
     speed, _ = decode(AdaptiveDraftLength(costs), [chance], 6000, np.random.default_rng(6), first=10.0)
     assert speed > 0.96 * best_fixed([chance], costs)
 
 
-def test_adaptive_beats_every_fixed_length_where_the_draft_knows_when_it_is_right():
+def test_adaptive_beats_fixed_lengths_if_confidence_is_informative():
     random = np.random.default_rng(1)
     chances = [0.05, 0.99, 0.99]
     assert decode(AdaptiveDraftLength(COSTS), chances, 6000, random)[0] > 1.05 * best_fixed(chances)
 
 
-def test_a_useless_draft_costs_little_and_is_tried_now_and_then():
+def test_useless_draft_costs_little_and_is_probed_occasionally():
     random = np.random.default_rng(2)
     alone, _ = decode(FixedDraftLength(0), [0.0], 2000, random)
     rule = AdaptiveDraftLength(COSTS)
@@ -92,11 +93,11 @@ def test_a_useless_draft_costs_little_and_is_tried_now_and_then():
     assert speed > 0.98 * alone and "not worth its cost" in rule.describe()
     drafted = [k for k, _ in iterations[500:]]
     assert 0 < sum(drafted) < 40
-    _, iterations = decode(rule, [0.95], 2000, random)  # the text turns to what the draft knows
+    _, iterations = decode(rule, [0.95], 2000, random)  # the text becomes predictable for the draft
     assert np.mean([k for k, _ in iterations[-50:]]) > 3
 
 
-def test_costs_that_were_wrong_are_learnt_from_the_clock():
+def test_wrong_costs_are_corrected_from_measured_times():
     """A draft step takes as long as a main-model step, but was measured at a twentieth of that."""
     random = np.random.default_rng(3)
     alone, _ = decode(FixedDraftLength(0), [0.6], 2000, random)
@@ -105,12 +106,12 @@ def test_costs_that_were_wrong_are_learnt_from_the_clock():
     assert decode(rule, [0.6], 2000, random, draft=40.0)[0] > 0.95 * alone
 
 
-@pytest.mark.parametrize("dearer", [1.0, long(1.2), 1.5])  # than measured: inferences on several tokens
+@pytest.mark.parametrize("cost_factor", [1.0, long(1.2), 1.5])  # true over measured cost of passes over several tokens
 @pytest.mark.parametrize("chances", [long([0.0]), long([0.1]), [0.2], [0.02, 0.3]], ids=str)
 @pytest.mark.parametrize("draft", [2.0, long(4.0)])
-def test_never_slower_than_no_draft_by_more_than_a_hundredth(dearer, chances, draft):
-    """Also where what was measured is not what it costs. The mean of several runs: times scatter."""
-    main = SECONDS * np.where(np.arange(len(SECONDS)) > 1, dearer, 1.0)
+def test_at_most_one_percent_slower_than_plain_decoding(cost_factor, chances, draft):
+    """Even if the measured costs are wrong. The mean of several runs, because times vary."""
+    main = SECONDS * np.where(np.arange(len(SECONDS)) > 1, cost_factor, 1.0)
     speeds = []
     for seed in range(4):
         random = np.random.default_rng(seed)
@@ -125,7 +126,7 @@ STEEP = Costs(  # a small model on a processor with AMX, ms: a second token take
 
 
 @pytest.mark.parametrize("chances", [[0.9], [0.75], [0.3, 1.0, 1.0, 1.0]], ids=str)
-def test_a_good_draft_is_not_given_up_after_a_few_rejections(chances):
+def test_good_draft_is_kept_after_a_few_rejections(chances):
     """If few draft tokens gain nothing and many gain much, one rejected draft costs as much as three tokens."""
     best = best_fixed(chances, STEEP)
     speeds = [
@@ -141,9 +142,9 @@ HEAD = Costs(  # SmolLM2-135M with an EAGLE-3 head on an AMD EPYC, ms
 
 
 @pytest.mark.parametrize(("texts", "least"), [([0.6, 0.1, 0.6], 1.06), ([0.5, 0.15, 0.5], 1.02), ([0.45], 1.13)])
-def test_a_small_gain_is_kept_beside_texts_that_lose(texts, least):
-    """Where drafting gains on the whole, it is not given up for good after a text on which it loses, and not given
-    back by comparing it with plain decoding too often. Plain decoding has speed 1."""
+def test_small_gain_is_kept_despite_texts_that_lose(texts, least):
+    """If drafting gains overall, it is not given up for good after a text on which it loses, and the gain is not spent
+    on comparing it with plain decoding too often. Plain decoding has speed 1."""
     speeds = []
     for seed in range(12):
         rule, random, seconds = AdaptiveDraftLength(HEAD), np.random.default_rng(seed), 0.0
@@ -156,8 +157,8 @@ def test_a_small_gain_is_kept_beside_texts_that_lose(texts, least):
 
 
 @pytest.mark.parametrize("chances", [[0.75], [0.5, 0.95]], ids=str)
-def test_a_good_draft_is_not_given_up_where_plain_decoding_was_measured_as_too_fast(chances):
-    """Measured on an idle machine that is busy now: every iteration with a draft seems to lose."""
+def test_good_draft_is_kept_if_plain_decoding_was_measured_too_fast(chances):
+    """The costs were measured on an idle machine that is busy now: every iteration with a draft seems to lose."""
     true = Costs(draft=4.0, draft_further=3.4, main={1: 105, 2: 140, 3: 155, 4: 165, 5: 180, 6: 182, 8: 190, 17: 220})
     quiet = Costs(draft=4.0, draft_further=3.4, main={1: 60, 2: 66, 3: 70, 4: 73, 5: 75, 6: 77, 8: 82, 17: 110})
     best = best_fixed(chances, true)
@@ -168,7 +169,7 @@ def test_a_good_draft_is_not_given_up_where_plain_decoding_was_measured_as_too_f
     assert np.mean(speeds) > 0.93 * best
 
 
-def test_a_text_that_becomes_useful_to_draft_is_noticed():
+def test_text_that_becomes_predictable_is_noticed():
     random = np.random.default_rng(8)
     rule = AdaptiveDraftLength(COSTS)
     decode(rule, [0.0], 3000, random)
@@ -176,12 +177,12 @@ def test_a_text_that_becomes_useful_to_draft_is_noticed():
     assert np.mean([k for k, _ in iterations[-50:]]) > 3
 
 
-def test_why_tells_what_was_measured():
+def test_description_reports_measurements():
     rule = AdaptiveDraftLength(COSTS)
     assert "no draft token verified yet" in rule.describe() and "speedup" not in rule.describe()
     rule.update(0, 0, 0.0, 43.0)  # plain
     rule.update(4, 4, 8.0, 47.0)  # all four accepted
-    rule.update(4, 1, 8.0, 47.0)  # the second was wrong, and nobody judged the others
+    rule.update(4, 1, 8.0, 47.0)  # the second was rejected, and the others were not verified
     why = rule.describe()
     assert "per-token acceptance 0.83 over 6 draft tokens, 2.67 tokens per forward pass, speedup 2.25x over" in why
     assert "expected" not in why
@@ -190,7 +191,7 @@ def test_why_tells_what_was_measured():
 
 
 def test_fewer_tokens_never_cost_more():
-    """Plain steps are rare while drafting is worth it, and the first pass of a shape is slow: not their real cost."""
+    """Plain steps are rare while drafting gains, and the first pass of a shape is slow: not the real cost."""
     rule = AdaptiveDraftLength(COSTS)
     for _ in range(20):
         rule.update(0, 0, 0.0, 2 * SECONDS[1])
@@ -199,7 +200,7 @@ def test_fewer_tokens_never_cost_more():
     assert rule._verify.seconds[:5].max() <= rule._verify.seconds[5] < 1.5 * SECONDS[5]
 
 
-def test_costs_are_by_the_number_of_tokens():
+def test_costs_are_interpolated_by_number_of_tokens():
     costs = Costs(draft=3.0, draft_further=1.0, main={1: 10, 2: 9, 4: 13})  # the machine was busy at the first
     assert costs.drafting()[:4].tolist() == [0, 3, 4, 5]
     assert costs.verify()[1:6].tolist() == [9, 9, 11, 13, 13]
@@ -207,7 +208,7 @@ def test_costs_are_by_the_number_of_tokens():
 
 
 @pytest.mark.parametrize("drafted", [0, 3, LONGEST])
-def test_a_time_moves_most_what_it_is_the_time_of(drafted):
+def test_measured_time_changes_the_cost_of_its_size_most(drafted):
     rule = AdaptiveDraftLength(COSTS)
     draft, verify = rule._drafting.seconds.copy(), rule._verify.seconds.copy()
     rule.update(drafted, 0, draft[drafted], verify[drafted + 1])  # as expected
@@ -233,7 +234,7 @@ def test_probes_get_rarer_until_one_succeeds():
     assert gaps == [8, 16, 32, 64, 64, 64, 0, 16]
 
 
-def test_nothing_is_left_of_what_was_forgotten():
+def test_reset_forgets_everything():
     def iterations(rule):
         rule.reset(repeatable=True)
         return decode(rule, [0.4, 0.9], 300, np.random.default_rng(9))[1]
@@ -243,7 +244,7 @@ def test_nothing_is_left_of_what_was_forgotten():
     assert iterations(used) == iterations(AdaptiveDraftLength(COSTS))
 
 
-def test_a_budget_is_spent_refilled_and_never_above_its_most():
+def test_budget_is_spent_refilled_and_capped():
     budget = DraftBudget(2.0)
     budget.update(plain=1.0, seconds=3.1, tokens=1)
     assert budget.left(1.0) == pytest.approx(2 - 2.1 + 3.1 * DraftBudget.SHARE)
@@ -256,14 +257,14 @@ def test_a_budget_is_spent_refilled_and_never_above_its_most():
     assert -0.5 < budget.left(1.0) < 0.5
 
 
-def test_what_was_lost_lately_counts_by_what_a_plain_inference_turns_out_to_take():
+def test_recent_losses_are_revalued_by_the_plain_pass_time():
     budget = DraftBudget(8.0)
     for _ in range(3):
         budget.update(plain=1.0, seconds=4.0, tokens=3)
     assert budget.left(1.0) < 6 and budget.left(2.0) > 10
 
 
-def test_repeatable_decisions_do_not_look_at_the_clock():
+def test_repeatable_decisions_ignore_the_clock():
     def run(noise):
         rule = AdaptiveDraftLength(COSTS)
         rule.reset(repeatable=True)
@@ -279,7 +280,7 @@ def test_repeatable_decisions_do_not_look_at_the_clock():
     assert run(0.001) == run(50.0)
 
 
-def test_fixed_and_confidence():
+def test_fixed_and_confidence_policies():
     assert [FixedDraftLength(2).should_draft(i, lambda: 0.0) for i in range(4)] == [True, True, False, False]
     rule = ConfidenceDraftLength(0.5, longest=3)
     assert rule.should_draft(0, None) and rule.should_draft(1, lambda: 0.5) and not rule.should_draft(1, lambda: 0.49)
@@ -287,7 +288,7 @@ def test_fixed_and_confidence():
 
 
 @pytest.mark.parametrize(("seen", "counts_as"), [(100, 2), (9, 2), (0.001, 0.5), (1.5, 1.5)])
-def test_one_hiccup_of_the_clock_counts_as_twice_as_long_at_most(seen, counts_as):
+def test_single_outlier_time_counts_at_most_twofold(seen, counts_as):
     def after(times):
         rule = AdaptiveDraftLength(COSTS)
         rule.update(3, 1, times * rule._drafting.seconds[3], times * rule._verify.seconds[4])
@@ -296,7 +297,7 @@ def test_one_hiccup_of_the_clock_counts_as_twice_as_long_at_most(seen, counts_as
     assert after(seen) == after(counts_as) != after(1.0)
 
 
-def test_one_hiccup_of_the_clock_does_not_use_up_the_budget():
+def test_single_outlier_time_does_not_exhaust_the_budget():
     def left(times):
         rule = AdaptiveDraftLength(COSTS)
         rule.update(3, 1, times * rule._drafting.seconds[3], times * rule._verify.seconds[4])
@@ -305,7 +306,7 @@ def test_one_hiccup_of_the_clock_does_not_use_up_the_budget():
     assert left(100) == left(9) > 0
 
 
-def test_a_plain_pass_that_was_timed_beside_other_programs_is_timed_again():
+def test_plain_pass_measured_under_load_is_measured_again():
     """Otherwise drafting seems to gain so much that it is never compared with plain decoding again."""
     costs = Costs(draft=2.0, main={1: 10.0, 2: 10.4, 17: 16.4})
     rule, random = AdaptiveDraftLength(costs), np.random.default_rng(0)
@@ -327,16 +328,16 @@ def test_a_plain_pass_that_was_timed_beside_other_programs_is_timed_again():
     ],
     ids=str,
 )
-def test_a_request_may_set_its_policy(config, policy):
+def test_request_config_selects_the_policy(config, policy):
     assert policy_from_params(SamplingParams.resolve(GenerationConfig(**config))) == policy
 
 
 SMOLLM2 = Costs(draft=1.0, main={1: 21.4, 3: 26.4, 5: 30.0, 17: 60.0})  # ms, measured with the same number of tokens
-SWITCH = 10.0  # ms more where the number of tokens is another than that of the forward pass before
+SWITCH = 10.0  # extra ms of a forward pass whose number of tokens differs from that of the one before
 
 
 @pytest.mark.parametrize("chance", [0.6, 0.9])
-def test_forward_passes_of_changing_sizes_leave_a_good_draft_its_gain(chance):
+def test_good_draft_keeps_its_gain_with_changing_pass_sizes(chance):
     best = best_fixed([chance], SMOLLM2)  # of a fixed number of tokens, which never changes
     options = {"draft": 1.0, "main": SMOLLM2.verify(), "switch": SWITCH}
     speeds = [
@@ -346,8 +347,8 @@ def test_forward_passes_of_changing_sizes_leave_a_good_draft_its_gain(chance):
     assert np.mean(speeds) > 0.8 * best
 
 
-def test_an_outcome_that_took_no_time_has_no_speedup():
-    """Of one forward pass, which was faster than the change of its size that the cost model has."""
+def test_outcome_without_measured_time_has_no_speedup():
+    """One forward pass was faster than the cost of its size change in the cost model."""
     assert describe_outcome(4, 2, 1, 0.0, 0.01) == (
         "per-token acceptance 0.50 over 4 draft tokens, 3.00 tokens per forward pass"
     )

@@ -1,4 +1,4 @@
-"""Seconds by the number of tokens, as they are measured and learned."""
+"""Seconds by number of tokens, as measured and learned."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import pytest
 from speculative.drafting.latency_curve import LatencyCurve, LatencyTable
 
 
-def test_the_costs_of_tokens_never_seen_are_a_straight_line():
+def test_costs_of_unmeasured_sizes_are_interpolated_linearly():
     costs = LatencyCurve({1: 10.0, 2: 11.0, 4: 13.0})
     assert costs(0) == 0 and costs(3) == pytest.approx(12) and costs(100) == pytest.approx(109)
     assert costs.most(20.0, beside=1) == 10 and costs.most(5.0, beside=1) == 0
@@ -20,7 +20,7 @@ def test_more_tokens_never_cost_less():
 
 
 @pytest.mark.parametrize(("spread", "next_to"), [(0.5, 1.025), (1.0, 1.05)])
-def test_a_table_spreads_a_time_over_sizes_nearby(spread, next_to):
+def test_table_spreads_a_time_over_neighbouring_sizes(spread, next_to):
     table = LatencyTable(np.array([0.0, 10.0, 20.0, 30.0, 40.0]), spread)
     table.update(3, 45.0)
     assert (table.seconds / [1, 10, 20, 30, 40])[1:].tolist() == pytest.approx(
@@ -28,7 +28,7 @@ def test_a_table_spreads_a_time_over_sizes_nearby(spread, next_to):
     )
 
 
-def test_a_table_lowers_fewer_tokens_at_once():
+def test_table_lowers_the_cost_of_fewer_tokens_at_once():
     table = LatencyTable(np.array([60.0, 60.0, 60.0, 60.0]), 0.5)
     for _ in range(100):
         table.update(2, 30.0)

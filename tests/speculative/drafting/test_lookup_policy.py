@@ -24,8 +24,8 @@ MODELS = pytest.mark.parametrize(
 
 
 def text(random, copied, n=600, vocabulary=300):
-    """Token ids of which the share `copied` lies in runs copied from before. The others are drawn by Zipf's law, so
-    that short matches are frequent and mostly followed by another token."""
+    """Token ids of which the share `copied` is in runs copied from earlier tokens. The others follow Zipf's law, so
+    that short matches are frequent and mostly have a different continuation."""
     tokens = []
     while len(tokens) < n:
         if len(tokens) > 40 and random.random() < copied:
@@ -71,9 +71,9 @@ def speedups(make, copied, costs, texts=8):
 
 
 @MODELS
-@pytest.mark.parametrize("dearer", [1.0, 1.2, 1.5])  # forward passes over several tokens, than measured
-def test_a_text_that_repeats_nothing_is_decoded_as_fast_as_without_drafts(costs, dearer):
-    main = {n: seconds * (dearer if n > 1 else 1) for n, seconds in costs.main.items()}
+@pytest.mark.parametrize("cost_factor", [1.0, 1.2, 1.5])  # true over measured cost of passes over several tokens
+def test_text_without_repeats_is_as_fast_as_plain_decoding(costs, cost_factor):
+    main = {n: seconds * (cost_factor if n > 1 else 1) for n, seconds in costs.main.items()}
     true = Costs(0.0, main, main_change=costs.main_change)
     results = speedups(lambda: LookupDraftLength(costs), 0.0, true)
     assert results.mean() > 0.99 and results.min() > 0.97
@@ -81,7 +81,7 @@ def test_a_text_that_repeats_nothing_is_decoded_as_fast_as_without_drafts(costs,
 
 @MODELS
 @pytest.mark.parametrize("copied", [0.1, 0.3, 0.6])
-def test_copied_text_is_decoded_faster_than_with_any_fixed_length(costs, copied):
+def test_copied_text_is_faster_than_with_any_fixed_length(costs, copied):
     adaptive = speedups(lambda: LookupDraftLength(costs), copied, costs, texts=3).mean()
     fixed = [speedups(lambda k=k: FixedDraftLength(k), copied, costs, texts=3).mean() for k in (0, 2, 5, 10)]
     cheap = costs is SMOLLM2_AMD  # six tokens cost 7 % more than one: the best fixed length loses nothing elsewhere
@@ -89,8 +89,8 @@ def test_copied_text_is_decoded_faster_than_with_any_fixed_length(costs, copied)
 
 
 @MODELS
-def test_drafting_resumes_where_a_text_begins_to_repeat(costs):
-    """The drafts that were not made are followed in the text, so nothing has to be drafted to find out."""
+def test_drafting_resumes_when_a_text_starts_to_repeat(costs):
+    """Declined proposals are compared with the text, so that no probe draft is needed."""
     random = np.random.default_rng(3)
     policy = LookupDraftLength(costs)
     policy._budget = DraftBudget(-2.0)
@@ -102,7 +102,7 @@ def test_drafting_resumes_where_a_text_begins_to_repeat(costs):
     assert drafts > 100 and speedup > 0.8 * fresh
 
 
-def test_a_plain_forward_pass_measured_as_too_slow_is_corrected():
+def test_plain_pass_measured_as_too_slow_is_corrected():
     """Drafting seems to gain if plain decoding is believed to take a third longer than it does."""
     policy = LookupDraftLength(Costs(0.0, dict.fromkeys(LLAMA.main, 120.0), main_change=25.0))
     random = np.random.default_rng(7)
@@ -110,7 +110,7 @@ def test_a_plain_forward_pass_measured_as_too_slow_is_corrected():
     assert decode(policy, text(random, 0.0, n=2000), LLAMA, random)[0] > 0.985
 
 
-def test_a_longer_pass_is_used_once_it_is_worth_two_changes_and_then_filled():
+def test_longer_pass_is_used_and_filled_once_worth_two_size_changes():
     """Tokens at 0.45 and more are expected to gain 1.9 in a pass over 17 tokens; a change costs 1.5, two cost 3."""
     policy = LookupDraftLength(Costs(0.0, {1: 1.0, 17: 1.0}, main_change=1.5))
     drafts = []
@@ -124,7 +124,7 @@ def test_a_longer_pass_is_used_once_it_is_worth_two_changes_and_then_filled():
     assert drafts == [0, LONGEST, LONGEST, LONGEST]
 
 
-def test_without_a_match_passes_of_several_tokens_end_after_a_while():
+def test_passes_of_several_tokens_end_without_matches():
     policy = LookupDraftLength(Costs(0.0, {1: 1.0, 17: 2.6}, main_change=2.0))
     policy._budget = DraftBudget(100.0)
     assert policy.should_draft(0, lambda: 0.97) and policy.pass_width.of(9) == 17
@@ -136,7 +136,7 @@ def test_without_a_match_passes_of_several_tokens_end_after_a_while():
     assert sizes[0] > 1 and sizes[-1] == 1
 
 
-def test_acceptance_is_learned_from_proposals_that_were_declined():
+def test_acceptance_is_learned_from_declined_proposals():
     policy = LookupDraftLength(Costs(0.0, {1: 1.0, 17: 40.0}))  # never worth it
     for _ in range(100):
         assert not policy.should_draft(0, lambda: LEVELS[0])
@@ -145,7 +145,7 @@ def test_acceptance_is_learned_from_proposals_that_were_declined():
     assert [policy._acceptance.of(level) for level in LEVELS] == pytest.approx([0.97, *LEVELS[1:]], abs=0.03)
 
 
-def test_what_follows_a_rejected_token_is_not_learned():
+def test_tokens_after_a_rejected_one_are_not_learned():
     policy = LookupDraftLength(Costs(0.0, {1: 1.0, 17: 1.1}))
     for drafted, level in enumerate(LEVELS[2:]):
         assert policy.should_draft(drafted, lambda: level)  # noqa: B023
@@ -154,7 +154,7 @@ def test_what_follows_a_rejected_token_is_not_learned():
 
 
 @pytest.mark.parametrize("drafted", [0, 5])
-def test_a_declined_proposal_of_an_aborted_iteration_is_forgotten(drafted):
+def test_declined_proposal_of_an_aborted_iteration_is_forgotten(drafted):
     policy = LookupDraftLength(Costs(0.0, {1: 1.0, 17: 1.1}))
     for n in range(drafted + 1):
         policy.should_draft(n, lambda: 0.97)
@@ -163,7 +163,7 @@ def test_a_declined_proposal_of_an_aborted_iteration_is_forgotten(drafted):
     assert policy._acceptance._judged.tolist() == [1, 0, 0, 0, 0, 0]
 
 
-def test_repeatable_decisions_do_not_depend_on_the_clock():
+def test_repeatable_decisions_ignore_the_clock():
     def drafts(noise):
         policy = LookupDraftLength(SMOLLM2)
         policy.reset(repeatable=True)
@@ -172,7 +172,7 @@ def test_repeatable_decisions_do_not_depend_on_the_clock():
     assert drafts(0.0) == drafts(0.5) > 0
 
 
-def test_after_a_reset_nothing_of_other_texts_is_left():
+def test_reset_forgets_other_texts():
     def drafts(policy):
         policy.reset(repeatable=True)
         return decode(policy, text(np.random.default_rng(5), 0.3), SMOLLM2, np.random.default_rng(6))
@@ -182,7 +182,7 @@ def test_after_a_reset_nothing_of_other_texts_is_left():
     assert drafts(used) == drafts(LookupDraftLength(SMOLLM2))
 
 
-def test_the_first_pass_of_another_size_is_no_measure_of_that_size():
+def test_first_pass_of_a_new_size_only_measures_the_size_change():
     policy = LookupDraftLength(Costs(0.0, SMOLLM2.main, main_change=4.0))
     verify = SMOLLM2.verify()
     for _ in range(50):
@@ -194,7 +194,7 @@ def test_the_first_pass_of_another_size_is_no_measure_of_that_size():
     assert policy._change == pytest.approx(10.0, rel=0.05)
 
 
-def test_the_description_says_what_was_measured():
+def test_description_reports_measurements():
     policy = LookupDraftLength(SMOLLM2)
     assert "no draft token verified yet" in policy.describe() and "speedup" not in policy.describe()
     for n in range(3):
@@ -203,7 +203,7 @@ def test_the_description_says_what_was_measured():
     assert re.search(r"acceptance 1.00 over 3 draft tokens, 4.00 tokens per forward pass, speedup", policy.describe())
 
 
-def test_random_proposals_must_not_be_declined():
+def test_lookup_policy_rejects_random_proposals():
     proposer = DraftModelProposer(None, 10)
     with pytest.raises(ValueError, match="is for prompt lookup"):
         Decoder(None, proposer, LookupDraftLength(SMOLLM2))

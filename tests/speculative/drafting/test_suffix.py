@@ -1,4 +1,4 @@
-"""Suffix decoding proposes what a search by brute force finds, in the text and in past answers of the same salt."""
+"""Suffix decoding proposes what a brute-force search finds, in the text and in past answers of the same salt."""
 
 from collections import Counter
 
@@ -48,7 +48,7 @@ def by_brute_force(tokens, longest, answers=()):
 
 
 @given(TEXTS, st.integers(1, 20), st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), max_size=2))
-def test_what_is_proposed_is_what_brute_force_finds(tokens, longest, answers):
+def test_proposal_matches_brute_force_search(tokens, longest, answers):
     assert proposal(tokens, longest) == by_brute_force(tokens, longest)
     past = PastAnswers(1000)
     for answer in answers:
@@ -68,16 +68,16 @@ def test_what_is_proposed_is_what_brute_force_finds(tokens, longest, answers):
         ([*range(30), *range(20)], 20, 16),
     ],
 )
-def test_the_longest_match_decides_and_then_the_most_frequent_token(tokens, token, length):
+def test_longest_match_wins_then_the_most_frequent_token(tokens, token, length):
     assert proposal(tokens) == (token, MATCH_ACCEPTANCE[length - 1] if length else DIVIDED_ACCEPTANCE)
 
 
 @pytest.mark.parametrize("tokens", [[1], [1, 2, 3], [7, 7, 7, 9]])
-def test_without_a_match_nothing_is_proposed(tokens):
+def test_no_match_gives_no_proposal(tokens):
     assert proposal(tokens) is None
 
 
-def test_of_many_long_matches_the_latest_are_compared():
+def test_only_the_latest_of_many_long_matches_are_compared():
     """A loop of thousands of tokens costs no more than a short one."""
     loop = [1, 2, 3, 4, 5]
     tokens = [*loop, 9, *loop * 1000]
@@ -89,12 +89,12 @@ def test_of_many_long_matches_the_latest_are_compared():
     assert length == 5 and following == [1] * MOST_MATCHES < [1] * len(ends)
 
 
-def test_no_longer_match_than_asked_for_is_told_apart():
+def test_match_length_is_limited_to_max_ngram_size():
     tokens = [1, 2, 3, 8, 5, 2, 3, 9, 6, 2, 3, 9, 4, 1, 2, 3]
     assert proposal(tokens, 3) == (8, MATCH_ACCEPTANCE[2]) and proposal(tokens, 2) == (9, DIVIDED_ACCEPTANCE)
 
 
-def test_matches_do_not_cross_from_one_past_answer_into_the_next():
+def test_matches_do_not_cross_past_answers():
     past = PastAnswers(100)
     for answer in ([1, 2], [3, 4], [5, 6, 2, 3]):
         past.add(b"", np.array(answer))
@@ -103,7 +103,7 @@ def test_matches_do_not_cross_from_one_past_answer_into_the_next():
 
 
 @given(st.lists(st.tuples(st.sampled_from([b"a", b"b", b"c"]), TEXTS), max_size=30), st.integers(1, 60))
-def test_past_answers_are_bounded_and_the_oldest_leave_first(added, capacity):
+def test_past_answers_are_bounded_and_evicted_oldest_first(added, capacity):
     past = PastAnswers(capacity)
     for salt, answer in added:
         past.add(salt, np.array(answer))
@@ -122,7 +122,7 @@ def test_past_answers_are_bounded_and_the_oldest_leave_first(added, capacity):
     assert not past._of and not past._lengths
 
 
-def test_a_request_sees_the_answers_of_its_salt_only():
+def test_request_sees_only_past_answers_of_its_salt():
     proposer = SuffixProposer(100, past=PastAnswers(100))
     proposer.past.add(b"mine", np.array([1, 2, 3]))
     tokens = np.array([9, 1, 2])

@@ -26,7 +26,7 @@ def proposal(token, alternatives, confidence=0.5):
 
 @given(st.lists(st.integers(-50, 50), min_size=1, max_size=700), st.integers(0, 699), st.integers(1, 12))
 @settings(max_examples=100, deadline=None)
-def test_top_tokens_are_the_largest_logits_but_one(values, without, count):
+def test_top_tokens_are_the_largest_logits_except_one(values, without, count):
     logits = np.array(values, np.float32)
     logits[logits < -40] = -np.inf
     without %= len(logits)
@@ -47,7 +47,7 @@ def test_gains_are_those_of_the_best_leaves(acceptance):
     assert not gains[0].any() and (np.diff(gains, axis=1) >= 0).all()
 
 
-def test_the_rank_of_the_main_models_token_is_learned():
+def test_rank_of_the_main_models_token_is_learned():
     """By the first rejected token, whether its alternative was a leaf or not. It decides which leaves are chosen."""
     estimate = LeafEstimate()
     for _ in range(200):
@@ -60,7 +60,7 @@ def test_the_rank_of_the_main_models_token_is_learned():
     assert estimate.best([0.5], 1) == [Leaf(0, 13)] and not estimate.best([0.5], 0)
 
 
-def test_places_without_alternatives_have_no_leaves_and_teach_nothing():
+def test_positions_without_alternatives_have_no_leaves():
     estimate = LeafEstimate()
     before = estimate.probabilities().copy()
     estimate.begin()
@@ -114,7 +114,7 @@ def iterations(policy, count=300, acceptance=0.4, leaf_share=0.6, match=None):
     return leaves, gained / count
 
 
-def test_leaves_are_drafted_where_they_cost_little():
+def test_leaves_are_drafted_if_they_are_cheap():
     tree, chain = AdaptiveDraftLength(FLAT), AdaptiveDraftLength(FLAT)
     tree.has_leaves = True
     leaves, with_leaves = iterations(tree)
@@ -124,7 +124,7 @@ def test_leaves_are_drafted_where_they_cost_little():
     assert "by leaves of the draft tree" in tree.describe() and "leaves" not in chain.describe()
 
 
-def test_two_sources_gain_as_much_by_leaves_as_the_draft_model_alone():
+def test_two_sources_gain_as_much_from_leaves_as_draft_model_alone():
     one, two = AdaptiveDraftLength(SLOPING), CombinedDraftLength(SLOPING)
     one.has_leaves = two.has_leaves = True
     (leaves_of_one, gained_by_one), (leaves_of_two, gained_by_two) = iterations(one), iterations(two)
@@ -132,8 +132,8 @@ def test_two_sources_gain_as_much_by_leaves_as_the_draft_model_alone():
     assert gained_by_two == pytest.approx(gained_by_one, rel=0.02)
 
 
-def test_copies_take_the_places_of_leaves_only_if_they_are_worth_more():
-    """The first match is wrong each time, which the policy sees whether it copies it or not."""
+def test_copies_replace_leaves_only_if_worth_more():
+    """The first match is always wrong; the policy observes this whether it copies the match or not."""
     wrong, right = proposal(2, [], LEVELS[0]), proposal(1, [], LEVELS[-1])
     policies = CombinedDraftLength(SLOPING), CombinedDraftLength(SLOPING)
     for policy, match in zip(policies, (wrong, None), strict=True):
@@ -158,7 +158,7 @@ def test_short_passes_have_no_leaves():
     assert FLAT.main[1] == 1 and short.tree is None and iterations(short)[0] == []
 
 
-def test_a_reset_forgets_the_ranks():
+def test_reset_forgets_the_ranks():
     policy = AdaptiveDraftLength(FLAT)
     policy.has_leaves = True
     iterations(policy, 50)
