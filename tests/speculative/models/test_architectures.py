@@ -38,7 +38,7 @@ def test_greedy_tokens_with_a_draft_equal_those_without(architecture, tiny_pair)
     assert len(set(alone)) > 8  # no text that repeats itself from the start
 
 
-def test_our_engine_says_the_same(architecture, tiny_pair):
+def test_native_engine_generates_the_same_tokens_as_genai(architecture, tiny_pair):
     """On both caches, with a bad draft and a perfect one, for fixed and adaptive draft lengths."""
     pair = tiny_pair(architecture)
     expected, _ = generate(openvino_genai.LLMPipeline(str(pair / "main"), "CPU", **EXACT))
@@ -65,7 +65,7 @@ def generate(pipeline, **options):
     return np.array(result.tokens[0]).tolist(), accepted
 
 
-def test_old_chatglm_is_beyond_this_pin():
+def test_old_chatglm_is_not_exported_by_the_pinned_transformers():
     """ChatGLM2, ChatGLM3 and the first GLM-4 ship their own code and do not export; GLM-4 as `glm`, `glm4` does.
 
     optimum-cli ends with "Maximum required is 4.55.4, got: 4.57.6". docs/supported-models.md says so: keep it in step.

@@ -55,7 +55,7 @@ def texts(random, width, longest, rounds):
         back = random.integers(1, 9) if random.random() < 0.8 else random.integers(1, len(text))
         new = random.integers(0, width, random.integers(1, 12))
         text = np.concatenate([text[: max(len(text) - back, 1)], new])[:longest]
-        if len(text) < longest // 4:  # a new prompt behind a shared beginning
+        if len(text) < longest // 4:  # a new prompt after a shared prefix
             text = np.concatenate([text, random.integers(0, width, longest // 2)])
         yield text
 
@@ -84,7 +84,7 @@ class Spy:
 
 
 @STATEFUL
-def test_rolled_back_logits_equal_those_computed_anew(architecture, stateful, tiny_pair, monkeypatch):
+def test_logits_after_rollback_equal_recomputed_ones(architecture, stateful, tiny_pair, monkeypatch):
     folder = tiny_pair(architecture) / "main"
     model = cached_model.load(ModelSpec(folder, "CPU", EXACT), stateful=stateful)
     monkeypatch.setattr(model.backend, "chunk", 7)  # so that prompts come in several pieces
@@ -95,7 +95,7 @@ def test_rolled_back_logits_equal_those_computed_anew(architecture, stateful, ti
     ("folder", "stateful"),
     [(DRAFT, False), (DRAFT, True), *(pytest.param(MAIN, it, marks=LONG) for it in (False, True))],
 )
-def test_rolled_back_logits_of_the_embedded_pair_equal_those_computed_anew(folder, stateful):
+def test_embedded_pair_logits_after_rollback_equal_recomputed_ones(folder, stateful):
     """Weights in int8, as released models have them. Ten layers round more than the tiny models' two, by the processor:
     below 1e-4 on an AMD EPYC, 1.1e-4 on an Intel Xeon with AMX; one token too many or too few is 100 times that."""
     model = cached_model.load(ModelSpec(folder, "CPU", EXACT), stateful=stateful)
@@ -103,7 +103,7 @@ def test_rolled_back_logits_of_the_embedded_pair_equal_those_computed_anew(folde
 
 
 @STATEFUL
-def test_only_what_is_new_is_computed(stateful, tiny_pair, monkeypatch):
+def test_only_new_tokens_are_computed(stateful, tiny_pair, monkeypatch):
     model = cached_model.load(ModelSpec(tiny_pair("llama") / "main", "CPU", EXACT), stateful=stateful)
     model.backend = spy = Spy(model.backend)
     text = np.random.default_rng(0).integers(0, model.vocab_size, 90)
@@ -154,14 +154,14 @@ def difference_after_an_interruption(model, folder):
     return max(float(np.abs(model.logits(other[:n]) - expected[n - 1]).max()) for n in (33, 35))
 
 
-def test_a_pass_that_was_interrupted_leaves_no_entries(tiny_pair):
+def test_interrupted_pass_leaves_no_cache_entries(tiny_pair):
     folder = tiny_pair("llama") / "main"
     model = cached_model.load(ModelSpec(folder, "CPU", EXACT), stateful=True)
     assert difference_after_an_interruption(model, folder) < TOLERANCE
 
 
 @STATEFUL
-def test_a_text_longer_than_the_cache_is_refused_and_the_cache_stays_right(stateful, tiny_pair):
+def test_text_longer_than_the_cache_is_rejected_and_cache_stays_valid(stateful, tiny_pair):
     folder = tiny_pair("llama") / "main"
     model = cached_model.load(ModelSpec(folder, "CPU", EXACT), capacity=40, stateful=stateful)
     text = np.random.default_rng(0).integers(0, model.vocab_size, 41)
@@ -180,7 +180,7 @@ def test_leaves_count_as_tokens_of_the_cache():
         model.logits(tokens[:23], last=4, leaves=[(22, 7), (22, 9)])
 
 
-def test_the_capacity_is_the_context_length_up_to_a_limit(tmp_path):
+def test_capacity_is_the_context_length_up_to_a_limit(tmp_path):
     folder = save_tiny_llama(tmp_path / "main", seed=1)
     for context, capacity in ((512, 512), (131_072, 16_384)):
         (folder / "config.json").write_text(json.dumps({"max_position_embeddings": context}))
@@ -188,14 +188,14 @@ def test_the_capacity_is_the_context_length_up_to_a_limit(tmp_path):
 
 
 @STATEFUL
-def test_what_the_cache_takes_is_known(stateful, tiny_pair):
+def test_cache_bytes_are_reported(stateful, tiny_pair):
     """2 layers, keys and values, 2 heads x 16 in f32; whole blocks of 32 tokens and one for padding, or a quarter
     more for hidden ones."""
     model = cached_model.load(ModelSpec(tiny_pair("llama") / "main", "CPU", EXACT), capacity=100, stateful=stateful)
     assert model.backend.cache_bytes == (125 if stateful else 128 + 32) * 2 * 2 * 2 * 16 * 4
 
 
-def test_hidden_entries_never_fill_the_cache(tiny_pair):
+def test_masked_entries_never_fill_the_cache(tiny_pair):
     """2,000 rejected tokens in a cache of 64."""
     folder = tiny_pair("llama") / "main"
     model = cached_model.load(ModelSpec(folder, "CPU", EXACT), capacity=64, stateful=True)
@@ -211,7 +211,7 @@ def test_hidden_entries_never_fill_the_cache(tiny_pair):
 
 
 @pytest.mark.parametrize("device", ["CPU", "NPU"])
-def test_a_stateful_model_is_compiled_once_and_kept_on_disk(device, tiny_pair, tmp_path):
+def test_stateful_model_is_compiled_once_and_cached_on_disk(device, tiny_pair, tmp_path):
     folder = tiny_pair("llama") / "main"
     properties = {**(NPU if device == "NPU" else EXACT), "CACHE_DIR": str(tmp_path)}
     logits, blobs = [], []
@@ -223,7 +223,7 @@ def test_a_stateful_model_is_compiled_once_and_kept_on_disk(device, tiny_pair, t
     assert np.allclose(*logits, atol=0.5 if device == "NPU" else TOLERANCE)  # NPUW's file forgets EXECUTION_MODE_HINT
 
 
-def test_a_paged_model_cannot_be_read_from_the_cache_of_a_cpu(tiny_pair, tmp_path):
+def test_paged_model_cannot_be_imported_from_the_cpu_model_cache(tiny_pair, tmp_path):
     """The reason why PagedModel drops CACHE_DIR on a CPU: if this fails, OpenVINO has fixed it, and it can stay."""
     folder = tiny_pair("llama") / "main"
     cached_model.load(ModelSpec(folder, "CPU", {"CACHE_DIR": str(tmp_path)}))
@@ -235,23 +235,23 @@ def test_a_paged_model_cannot_be_read_from_the_cache_of_a_cpu(tiny_pair, tmp_pat
 
 
 @pytest.mark.parametrize("device", ["AUTO:CPU", "HETERO:CPU"])
-def test_devices_that_choose_a_device(device, tiny_pair):
+def test_auto_and_hetero_devices_are_supported(device, tiny_pair):
     folder = tiny_pair("llama") / "main"
     model = cached_model.load(ModelSpec(folder, device, EXACT))
     assert worst_difference(model, Reference(folder), rounds=20, longest=100) < TOLERANCE
 
 
 class TestNpu:
-    """The NPU's code path on a CPU. Its cache is f16, so it is less exact; what is stale differs by half the spread."""
+    """The NPU's code path on a CPU. Its cache is f16, so it is less exact; stale entries differ by half the spread."""
 
     @pytest.mark.parametrize("step", [1, 8])
-    def test_rolled_back_logits_equal_those_computed_anew(self, step, tiny_pair):
+    def test_logits_after_rollback_equal_recomputed_ones(self, step, tiny_pair):
         folder = tiny_pair("llama") / "main"
         model = cached_model.load(ModelSpec(folder, "NPU", {**NPU, "NPUW_LLM_MAX_GENERATION_TOKEN_LEN": step}))
         assert (model.backend.kind, model.capacity) == ("NPU", 128)
         assert worst_difference(model, Reference(folder), rounds=30, longest=128) < 0.1  # 0.05 seen; they spread over 7
 
-    def test_more_rows_than_a_step_has_and_prompts_longer_than_one(self, tiny_pair):
+    def test_more_logits_than_a_step_and_prompts_longer_than_one_chunk(self, tiny_pair):
         folder = tiny_pair("llama") / "main"
         model = cached_model.load(ModelSpec(folder, "NPU", NPU))
         text = np.random.default_rng(0).integers(0, model.vocab_size, 128)
@@ -259,12 +259,12 @@ class TestNpu:
         for length, last in [(128, 20), (60, 12), (30, 1), (42, 12), (128, 128)]:
             assert np.abs(model.logits(text[:length], last) - expected[length - last : length]).max() < 0.1
 
-    def test_a_prompt_that_was_interrupted_leaves_no_entries(self, tiny_pair):
+    def test_interrupted_prompt_leaves_no_cache_entries(self, tiny_pair):
         folder = tiny_pair("llama") / "main"
         model = cached_model.load(ModelSpec(folder, "NPU", NPU))
         assert difference_after_an_interruption(model, folder) < 0.1
 
-    def test_a_sliding_window_is_refused(self, tiny_pair):
+    def test_sliding_window_is_rejected(self, tiny_pair):
         with pytest.raises(ValueError, match=r"sliding window of 16 tokens cannot be rolled back on an NPU: use a CPU"):
             cached_model.load(ModelSpec(tiny_pair("mistral") / "main", "NPU", NPU))
 
@@ -343,7 +343,7 @@ class StepWithinPrompt(NpuModel):
     "wrong",
     [OneTooFar, OneShort, NeverBack, NotHidden, WrongPositions, TrimsOneTooMany, ShortMask, StepWithinPrompt],
 )
-def test_a_wrong_rollback_is_found_when_the_model_is_loaded(wrong, tiny_pair, monkeypatch, pytestconfig):
+def test_wrong_rollback_is_detected_at_load(wrong, tiny_pair, monkeypatch, pytestconfig):
     """The last two are faults of NPUW: if one of them is no longer found, OpenVINO has fixed it."""
     base = wrong.__base__
     monkeypatch.setattr(cached_model, base.__name__, wrong)
@@ -363,8 +363,8 @@ PROPERTIES = {}, {"KV_CACHE_PRECISION": "u8"}, {"DYNAMIC_QUANTIZATION_GROUP_SIZE
 
 
 @STATEFUL
-def test_the_default_precision_passes_the_check(stateful, tiny_pair):
-    """bf16 or f16 and a u8 cache, as the device chooses."""
+def test_default_precision_passes_the_rollback_check(stateful, tiny_pair):
+    """The device chooses bf16 or f16, and a u8 cache."""
     for folder in (DRAFT, tiny_pair("llama") / "main", tiny_pair("gemma3") / "main"):
         for properties in PROPERTIES:
             assert isinstance(cached_model.load(ModelSpec(folder, "CPU", properties), stateful=stateful), CachedModel)
@@ -372,12 +372,12 @@ def test_the_default_precision_passes_the_check(stateful, tiny_pair):
 
 @pytest.mark.long
 @STATEFUL
-def test_the_default_precision_of_the_embedded_main_model_passes_the_check(stateful):
+def test_default_precision_of_embedded_main_model_passes_the_check(stateful):
     for properties in PROPERTIES:
         assert isinstance(cached_model.load(ModelSpec(MAIN, "CPU", properties), stateful=stateful), CachedModel)
 
 
-def test_a_default_cache_that_keeps_traces_is_quantised_by_token(tmp_path):
+def test_default_cache_with_rollback_traces_is_quantised_by_token(tmp_path):
     folder = save_llama_with_outlier_keys(tmp_path / "ir", 40)
     model = cached_model.load(ModelSpec(folder, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}), capacity=64)
     assert model.note.startswith("keys quantised by token (KEY_CACHE_QUANT_MODE=BY_TOKEN), because by channel rejected")
@@ -386,7 +386,7 @@ def test_a_default_cache_that_keeps_traces_is_quantised_by_token(tmp_path):
 
 
 @pytest.mark.parametrize("own", [{"KEY_CACHE_QUANT_MODE": "BY_CHANNEL"}, {"KV_CACHE_PRECISION": "u8"}], ids=str)
-def test_a_cache_of_the_users_own_stays_as_it_is(own, tmp_path, monkeypatch):
+def test_user_cache_properties_are_kept(own, tmp_path, monkeypatch):
     folder = save_llama_with_outlier_keys(tmp_path / "ir", 40)
     properties = {"INFERENCE_PRECISION_HINT": "f32", **own}
     compiled = []
@@ -407,7 +407,7 @@ def assert_refused_as_a_state_space_model(folder):
         cached_model.load(folder)
 
 
-def test_a_model_with_another_state_than_a_cache_is_refused(tmp_path):
+def test_model_with_a_state_other_than_a_cache_is_rejected(tmp_path):
     """The state of a Mamba layer [batch, hidden size, state size], which has no entry for each token."""
     name = "cache_params.past.ssm.0"
     tokens = opset13.parameter([-1, -1], np.int64, name="input_ids")
@@ -421,7 +421,7 @@ def test_a_model_with_another_state_than_a_cache_is_refused(tmp_path):
 
 
 @pytest.mark.long
-def test_a_state_space_model_is_refused(tmp_path):
+def test_state_space_model_is_rejected(tmp_path):
     from transformers import MambaConfig, MambaForCausalLM
 
     tokenizer = train_tokenizer()
@@ -436,13 +436,13 @@ def test_a_state_space_model_is_refused(tmp_path):
     assert_refused_as_a_state_space_model(tmp_path / "ir")
 
 
-def test_a_model_without_a_cache_is_refused(tmp_path):
+def test_model_without_kv_cache_is_rejected(tmp_path):
     folder = save_ir(train_tokenizer(), tmp_path)
     with pytest.raises(ValueError, match="the model has no KV cache: export it with `optimum-cli export openvino`"):
         cached_model.load(folder)
 
 
-def test_a_model_without_an_lm_head_is_refused(tmp_path):
+def test_model_without_lm_head_is_rejected(tmp_path):
     model = ov.Core().read_model(save_ir(train_tokenizer(), tmp_path) / "openvino_model.xml")
     with pytest.raises(ValueError, match="the model has no LM head before its logits"):
         keep_logits_at(model, axis=1)

@@ -27,11 +27,11 @@ def test_context_length(config, length, tmp_path):
     assert context_length(read_config(tmp_path)) == config_facts(tmp_path).context_length == length
 
 
-def test_a_model_without_config_does_not_say(tmp_path):
+def test_model_without_config_has_unknown_context_length(tmp_path):
     assert context_length(read_config(tmp_path)) is None
 
 
-def test_a_sliding_window_that_is_not_used_is_none():
+def test_unused_sliding_window_counts_as_none():
     assert sliding_window({"sliding_window": 16}) == 16
     assert sliding_window({"sliding_window": 16, "use_sliding_window": False}) == 0
     assert sliding_window({"text_config": {"sliding_window": 32}}) == 32

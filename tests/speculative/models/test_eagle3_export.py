@@ -61,7 +61,7 @@ def test_load_recognises_the_head(folders, engine):
     require_runnable(folders[1], writes_text=False)  # without a tokenizer
 
 
-def test_a_draft_distribution_is_that_of_the_exported_head(folders, engine):
+def test_draft_distribution_equals_that_of_the_exported_head(folders, engine):
     """The exported graphs themselves, one after the other, without a cache and with fc in the head."""
     main = ov.Core().read_model(folders[0] / "openvino_model.xml")
     for layer in LAYERS:
@@ -89,7 +89,7 @@ def _infer(model, tokens, **more):
 
 
 @pytest.mark.parametrize("k", [K, 0], ids=["fixed", "adaptive"])
-def test_greedy_text_is_that_of_the_main_model_alone(folders, engine, k):
+def test_greedy_text_equals_main_model_alone(folders, engine, k):
     config = GenerationConfig(max_new_tokens=NEW_TOKENS, ignore_eos=True)
     alone = decoder.load(ModelSpec(folders[0], "CPU", EXACT)).generate(PROMPT, config)
     config.num_assistant_tokens = k
@@ -99,7 +99,7 @@ def test_greedy_text_is_that_of_the_main_model_alone(folders, engine, k):
     assert not k or result.acceptance_rate > 0.05
 
 
-def test_genai_decodes_with_the_same_head_and_accepts_as_much(folders, engine):
+def test_genai_decodes_with_the_head_and_accepts_as_much(folders, engine):
     alone = _genai_tokens(openvino_genai.LLMPipeline(str(folders[0]), "CPU", **EXACT))[0]
     draft_model = openvino_genai.draft_model(str(folders[1]), "CPU", **EXACT)
     pipeline = openvino_genai.LLMPipeline(str(folders[0]), "CPU", draft_model=draft_model, **EXACT)
@@ -120,7 +120,7 @@ def _genai_tokens(pipeline, **options):
 
 
 @pytest.mark.parametrize("sample", ["speculative_decoding_lm.py", "speculative_sampling_lm.py"])
-def test_samples_take_a_head_as_a_draft(folders, run_here, sample):
+def test_samples_accept_a_head_as_draft(folders, run_here, sample):
     done = run_here(f"samples/{sample}", *folders, PROMPT, "--max-new-tokens", "20")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() and "draft" in done.stderr
@@ -134,20 +134,20 @@ def test_samples_take_a_head_as_a_draft(folders, run_here, sample):
     ],
     ids=["another main model", "swapped"],
 )
-def test_a_wrong_place_for_a_head_is_one_sentence(folders, run_here, order, sentence):
+def test_misplaced_head_gives_one_sentence_error(folders, run_here, order, sentence):
     models = [folders[name] if isinstance(name, int) else name for name in order]
     done = run_here("samples/speculative_sampling_lm.py", *models, PROMPT)
     assert done.returncode == 2 and sentence in done.stderr and len(done.stderr.splitlines()) == 1
 
 
-def test_check_pair_takes_a_head_as_a_draft(folders, run_here):
+def test_check_pair_accepts_a_head_as_draft(folders, run_here):
     done = run_here("scripts/check_pair.py", *folders, "--rollback")
     assert done.returncode == 0, done.stdout
     assert "reads the outputs of the main model's layers 0, 1, 2" in " ".join(done.stdout.split())
     assert "warning  hidden states" not in done.stdout
 
 
-def test_the_batch_decoder_says_the_same(folders, engine):
+def test_batch_decoder_generates_the_same_text(folders, engine):
     config = GenerationConfig(max_new_tokens=NEW_TOKENS, ignore_eos=True, num_assistant_tokens=K)
     batch = batch_decoder.load(ModelSpec(folders[0], "CPU", EXACT), folders[1])
     requests = [batch.add_request(prompt, config) for prompt in (PROMPT, "import os")]

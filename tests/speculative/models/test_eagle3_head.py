@@ -83,13 +83,13 @@ def compare_drafts(decoder, head, monkeypatch):
 
 
 @pytest.mark.parametrize("k, leaves", [(1, 0), (2, 0), (5, 0), (1, 3), (3, 6)])
-def test_every_draft_distribution_equals_one_computed_from_scratch(folders, head, monkeypatch, k, leaves):
+def test_draft_distributions_equal_those_computed_from_scratch(folders, head, monkeypatch, k, leaves):
     drafts = compare_drafts(decoder_of(*folders, k=k, leaves=leaves), head, monkeypatch)
     print(drafts)
     assert drafts.largest_error < CLOSE and 0.2 < drafts.acceptance_rate < 0.95
 
 
-def test_the_head_catches_up_after_plain_decoding_and_long_prompts(folders, head, monkeypatch):
+def test_head_catches_up_after_plain_decoding_and_long_prompts(folders, head, monkeypatch):
     """Hidden states of tokens verified without a draft are kept, and long runs are split into chunks."""
     decoder = decoder_of(*folders)
     decoder.draft.model.backend.chunk = decoder.main.backend.chunk = 4
@@ -103,7 +103,7 @@ def test_the_head_catches_up_after_plain_decoding_and_long_prompts(folders, head
     assert compare_drafts(decoder, head, monkeypatch).largest_error < CLOSE
 
 
-def test_a_text_may_go_back_and_another_begin(folders):
+def test_head_supports_edited_and_new_texts(folders):
     """As in chats: a head whose cache holds another text gives the logits of one without a cache."""
     decoder = decoder_of(*folders)
     main, head = decoder.main, decoder.draft.model
@@ -118,12 +118,12 @@ def test_a_text_may_go_back_and_another_begin(folders):
         main.logits(text[: len(text) - 1 - drafts])
         prefixes = [text[: len(text) - drafts + more] for more in range(drafts + 1)]
         got = [head.logits(prefix).copy() for prefix in prefixes]
-        np.testing.assert_allclose(got[-1], head.logits(text), atol=1e-4)  # asked twice
+        np.testing.assert_allclose(got[-1], head.logits(text), atol=1e-4)  # computed twice
         head.reset()
         np.testing.assert_allclose(got, [head.logits(prefix).copy() for prefix in prefixes], atol=1e-4)
 
 
-def test_tokens_outside_the_draft_vocabulary_have_probability_0(folders):
+def test_tokens_outside_draft_vocabulary_have_probability_0(folders):
     decoder = decoder_of(*folders)
     decoder.main.logits(PROMPT)
     tokens = np.append(PROMPT, 3)
@@ -136,7 +136,7 @@ def test_tokens_outside_the_draft_vocabulary_have_probability_0(folders):
     assert (np.diff(likely) <= 0).all() and proposal.confidence() == pytest.approx(proposal.q[proposal.token])
 
 
-def test_greedy_text_is_that_of_the_main_model_alone(folders):
+def test_greedy_text_equals_main_model_alone(folders):
     decoder, alone = decoder_of(*folders, k=4), Decoder(cached_model.load(ModelSpec(folders[0], "CPU", EXACT)))
     config = GenerationConfig(max_new_tokens=100, ignore_eos=True)
     result = decoder.generate(PROMPT, config)
@@ -144,7 +144,7 @@ def test_greedy_text_is_that_of_the_main_model_alone(folders):
     assert sum(result.accepted) > 10
 
 
-def test_a_head_reads_no_further_than_its_context(folders):
+def test_head_does_not_draft_beyond_its_context(folders):
     decoder = decoder_of(*folders)
     decoder.main.logits(np.zeros(50, np.int64))
     decoder.draft.model.capacity = 50
@@ -195,19 +195,19 @@ def compare_batched_drafts(folders, head, monkeypatch, prefix_cache=True):
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_many_requests_draft_what_one_would(folders, head, monkeypatch, prefix_cache):
+def test_batched_requests_draft_as_single_requests(folders, head, monkeypatch, prefix_cache):
     monkeypatch.setattr(batch_decoder, "PREFILL_CHUNK", 20)
     drafts = compare_batched_drafts(folders, head, monkeypatch, prefix_cache)
     print(drafts)
     assert drafts.largest_error < CLOSE and 0.2 < drafts.acceptance_rate < 0.95
 
 
-def test_the_batched_comparison_finds_hidden_states_of_another_request(folders, head, monkeypatch):
+def test_comparison_detects_hidden_states_of_another_request(folders, head, monkeypatch):
     monkeypatch.setattr(BatchModel, "_entries", lambda self, slot, start, end: np.arange(start, end))
     assert compare_batched_drafts(folders, head, monkeypatch).largest_error > 50 * CLOSE
 
 
-def test_the_draft_vocabulary_may_have_any_order(folders, head, tmp_path, monkeypatch):
+def test_draft_vocabulary_may_have_any_order(folders, head, tmp_path, monkeypatch):
     other = replace(head, targets=head.targets[[3, 0, 5, 1, 4, 2]])
     those = folders[0], save_head(tmp_path / "head", other)
     with monkeypatch.context() as patch:
@@ -254,13 +254,13 @@ def without_taps(model, named="layers."):
         (lambda: without_taps(llama_ir.build(tiny_llama(1, layers=4))), TAPS, "layers are not found in its graph"),
     ],
 )
-def test_a_main_model_without_these_layers_is_refused(main, layers, message, head, tmp_path):
+def test_main_model_without_required_layers_is_rejected(main, layers, message, head, tmp_path):
     folder = save_head(tmp_path / "head", replace(head, layers=layers))
     with pytest.raises(ValueError, match=message):
         HeadGraph(folder).attach(main())
 
 
-def test_genais_layers_are_the_default(tmp_path, head):
+def test_genai_default_layers_are_used(tmp_path, head):
     folder = save_head(tmp_path / "head", replace(head, layers=[]))
     names = [node.get_friendly_name() for node in HeadGraph(folder)._taps(llama_ir.build(tiny_llama(1, layers=10)))]
     assert names == [f"__module.model.layers.{layer}/aten::add/Add_1" for layer in (2, 5, 7)]
@@ -276,18 +276,18 @@ def test_genais_layers_are_the_default(tmp_path, head):
     ],
     ids=["no d2t", "damaged d2t", "d2t beyond the vocabulary", "hidden size"],
 )
-def test_a_head_that_does_not_fit_is_refused(damage, message, head, tmp_path):
+def test_mismatched_head_is_rejected(damage, message, head, tmp_path):
     folder = save_head(tmp_path / "head", replace(head, **damage(head)))
     with pytest.raises(ValueError, match=message):
         HeadGraph(folder).attach(llama_ir.build(MAIN))
 
 
-def test_a_model_that_is_no_head_is_refused(folders):
+def test_model_that_is_no_head_is_rejected(folders):
     with pytest.raises(ValueError, match="has no table d2t"):
         HeadGraph(folders[0])
 
 
-def test_a_head_needs_paged_attention(folders):
+def test_head_requires_paged_attention(folders):
     main, draft = folders
     with pytest.raises(ValueError, match="need paged attention: run both on a CPU or GPU, not on NPU"):
         load(ModelSpec(main, "NPU"), draft)
@@ -381,7 +381,7 @@ def tokens_not_shifted(patch):
         tokens_not_shifted,
     ],
 )
-def test_the_same_comparison_finds_a_planted_bug(bug, folders, head, monkeypatch):
+def test_comparison_detects_planted_bugs(bug, folders, head, monkeypatch):
     bug(monkeypatch)
     drafts = compare_drafts(decoder_of(*folders, leaves=6), head, monkeypatch)
     print(drafts)

@@ -65,7 +65,7 @@ def generate(pipe, prompt=PROMPTS[0], **config):
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_greedy_tokens_with_a_draft_equal_greedy_tokens_without(alone, pair, prompt):
+def test_greedy_tokens_with_a_draft_equal_those_without(alone, pair, prompt):
     expected, _, _ = generate(alone, prompt, max_new_tokens=60, ignore_eos=True)
     for k in (1, 2, 4, 8):
         assert generate(pair, prompt, max_new_tokens=60, ignore_eos=True, num_assistant_tokens=k)[0] == expected
@@ -77,7 +77,7 @@ def test_greedy_equality_holds_for_long_outputs(alone, pair):
     assert generate(pair, max_new_tokens=300, ignore_eos=True, num_assistant_tokens=4)[0] == expected
 
 
-def test_prompt_lookup_gives_the_greedy_tokens_and_no_extended_metrics(alone):
+def test_prompt_lookup_gives_greedy_tokens_and_no_extended_metrics(alone):
     lookup = load(prompt_lookup=True)
     expected, _, _ = generate(alone, max_new_tokens=60, ignore_eos=True)
     tokens, gained, result = generate(
@@ -88,25 +88,25 @@ def test_prompt_lookup_gives_the_greedy_tokens_and_no_extended_metrics(alone):
     assert result.extended_perf_metrics is None
 
 
-def test_a_str_prompt_returns_a_str_without_metrics(pair):
+def test_str_prompt_returns_str_without_metrics(pair):
     assert type(pair.generate("def f():", max_new_tokens=4)) is str
     assert pair.generate(["def f():"], max_new_tokens=4).perf_metrics.get_num_generated_tokens() == 4
 
 
-def test_zero_assistant_tokens_means_the_default_of_five(pair):
+def test_zero_assistant_tokens_means_default_of_five(pair):
     zero = generate(pair, max_new_tokens=40, ignore_eos=True, num_assistant_tokens=0)[1]
     five = generate(pair, max_new_tokens=40, ignore_eos=True, num_assistant_tokens=5)[1]
     assert zero == five
     assert max(zero) > 1
 
 
-def test_a_huge_k_drafts_up_to_the_last_token_wanted():
+def test_huge_k_drafts_up_to_the_last_requested_token():
     same = load(draft=DRAFT)
     _, gained, _ = generate(same, max_new_tokens=30, ignore_eos=True, num_assistant_tokens=100_000)
     assert max(gained) > 10
 
 
-def test_a_streamer_gets_all_tokens_of_an_inference_at_once(pair):
+def test_streamer_receives_all_tokens_of_a_pass_at_once(pair):
     _, gained, result = generate(pair, max_new_tokens=40, ignore_eos=True, num_assistant_tokens=4)
     assert max(gained) > 1
     assert gained == list(result.extended_perf_metrics.main_model_metrics.raw_metrics.m_batch_sizes)
@@ -114,7 +114,7 @@ def test_a_streamer_gets_all_tokens_of_an_inference_at_once(pair):
 
 @pytest.mark.parametrize("wanted", [21, 30])  # below the end of the text, where the draft stops drafting
 @pytest.mark.parametrize("k", [4, 5])
-def test_the_engine_counts_leave_out_the_last_iteration(pair, k, wanted):
+def test_engine_counts_exclude_the_last_iteration(pair, k, wanted):
     _, gained, result = generate(pair, max_new_tokens=wanted, ignore_eos=True, num_assistant_tokens=k)
     metrics = result.extended_perf_metrics
     assert metrics.get_num_accepted_tokens() == sum(gained[1:-1]) - len(gained[1:-1])
@@ -122,7 +122,7 @@ def test_the_engine_counts_leave_out_the_last_iteration(pair, k, wanted):
     assert metrics.get_num_draft_tokens() == sum(proposed[:-1])
 
 
-def test_a_pair_has_no_generation_config_of_its_own_but_stops_where_the_main_model_does(alone, pair):
+def test_pair_uses_stop_tokens_but_not_generation_config_of_main_model(alone, pair):
     assert alone.get_generation_config().eos_token_id >= 0
     assert pair.get_generation_config().eos_token_id == -1
     tokens, _, _ = generate(alone, max_new_tokens=20, ignore_eos=True)
@@ -131,7 +131,7 @@ def test_a_pair_has_no_generation_config_of_its_own_but_stops_where_the_main_mod
     assert generate(pair, max_new_tokens=20, num_assistant_tokens=4, eos_token_id=stop)[0] == cut
 
 
-def test_a_confidence_threshold_drafts_one_token_an_iteration_unless_logprobs_are_asked_for():
+def test_confidence_threshold_drafts_one_token_without_logprobs():
     same = load(draft=DRAFT)
     settings = {"max_new_tokens": 30, "ignore_eos": True, "assistant_confidence_threshold": 1e-6}
     assert max(generate(same, **settings)[1]) == 2  # the drafted token and the main model's own
@@ -143,7 +143,7 @@ def test_fixed_and_dynamic_draft_lengths_exclude_each_other(pair):
         generate(pair, max_new_tokens=4, num_assistant_tokens=3, assistant_confidence_threshold=0.4)
 
 
-def test_a_draft_with_another_tokenizer_is_accepted_silently(tmp_path, other_tokenizer):
+def test_draft_with_other_tokenizer_is_accepted_silently(tmp_path, other_tokenizer):
     stranger = tmp_path / "stranger"
     shutil.copytree(DRAFT, stranger)
     for file in other_tokenizer.iterdir():
@@ -165,14 +165,14 @@ def test_virtual_devices_serve_as_main_and_draft_device(alone, noisy_draft, devi
     assert generate(pipe, max_new_tokens=30, ignore_eos=True, num_assistant_tokens=4)[0] == expected
 
 
-def test_the_npu_code_path_gives_the_greedy_tokens(noisy_draft):
+def test_npu_code_path_gives_greedy_tokens(noisy_draft):
     expected, _, _ = generate(load(device="NPU"), max_new_tokens=30, ignore_eos=True)
     pipe = load(draft=noisy_draft, device="NPU")  # whose tokens are rejected, too
     assert generate(pipe, max_new_tokens=30, ignore_eos=True, num_assistant_tokens=4)[0] == expected
 
 
 @pytest.mark.parametrize(("device", "draft_device"), [("NPU", "NPU"), ("CPU", "NPU"), ("NPU", "CPU")])
-def test_the_npu_code_path_drafts_with_a_growing_k_and_counts_every_iteration(device, draft_device):
+def test_npu_code_path_increases_k_and_counts_every_iteration(device, draft_device):
     pipe = load(draft=DRAFT, device=device, draft_device=draft_device)
     _, gained, result = generate(pipe, max_new_tokens=40, ignore_eos=True, num_assistant_tokens=4)
     assert sum(gained) == 40
@@ -185,7 +185,7 @@ def test_the_npu_code_path_drafts_with_a_growing_k_and_counts_every_iteration(de
     assert list(again.raw_metrics.m_batch_sizes)[: len(gained)] == gained
 
 
-def test_the_npu_code_path_runs_past_an_end_inside_a_draft():
+def test_npu_code_path_misses_stop_token_inside_a_draft():
     pipe = load(draft=DRAFT, draft_device="NPU")
     settings = {"max_new_tokens": 60, "num_assistant_tokens": 7}
     tokens, gained, _ = generate(pipe, **settings, ignore_eos=True)
@@ -196,7 +196,7 @@ def test_the_npu_code_path_runs_past_an_end_inside_a_draft():
     assert beyond == tokens[: len(beyond)]
 
 
-def test_an_npu_main_model_takes_k_up_to_seven():
+def test_npu_main_model_supports_k_up_to_seven():
     pipe = load(draft=DRAFT, device="NPU")
     assert sum(generate(pipe, max_new_tokens=120, ignore_eos=True, num_assistant_tokens=7)[1]) == 120
     with pytest.raises(RuntimeError, match="NPUW_LLM_MAX_GENERATION_TOKEN_LEN"):
@@ -218,7 +218,7 @@ def distance(one, other):
     return sum((one - other).values()) / sum(one.values())
 
 
-def test_sampling_with_a_draft_model_is_wrong_from_the_second_token_on_and_prompt_lookup_is_right():
+def test_sampling_with_draft_is_wrong_and_with_prompt_lookup_right():
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.enable_prefix_caching = False  # with it, such requests also crash now and then
     alone = load(scheduler_config=scheduler)

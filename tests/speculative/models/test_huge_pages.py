@@ -38,7 +38,7 @@ print(huge_pages.in_use() - were, np.array_equal(model.logits(tokens, last=8), l
 
 
 @pytest.mark.skipif(not HAS_COLLAPSE, reason="Linux has MADV_COLLAPSE since 6.1")
-def test_what_was_allocated_since_is_moved_and_stays_the_same():
+def test_newly_allocated_memory_is_moved_unchanged():
     """In a separate process, where no memory freed by other tests is reused."""
     done = subprocess.run([sys.executable, "-c", MOVE, str(MAIN)], cwd=ROOT, capture_output=True, encoding="utf-8")
     if "no huge page is free" in done.stderr:
@@ -48,7 +48,7 @@ def test_what_was_allocated_since_is_moved_and_stays_the_same():
     assert int(moved) > 15_000_000 and same == "True"  # half of the weights, at least
 
 
-def test_only_what_is_new_is_moved():
+def test_only_new_memory_is_moved():
     assert huge_pages._without([(0, 10)], []) == [(0, 10)]
     assert huge_pages._without([(0, 10), (20, 30)], [(0, 10)]) == [(20, 30)]
     assert huge_pages._without([(0, 30)], [(5, 10), (20, 40)]) == [(0, 5), (10, 20)]
@@ -57,7 +57,7 @@ def test_only_what_is_new_is_moved():
 
 
 @pytest.mark.skipif(sys.platform != "linux" or KERNEL < (6, 1), reason="Linux has MADV_COLLAPSE since 6.1")
-def test_memory_that_is_hardly_used_stays_small():
+def test_sparsely_used_memory_stays_small():
     """One page is touched in each of 33 blocks: as huge pages they would hold 66 MB more."""
     before = huge_pages.allocated()
     memory = mmap.mmap(-1, 33 * huge_pages.SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -71,7 +71,7 @@ def test_memory_that_is_hardly_used_stays_small():
     assert memory[huge_pages.SIZE] == 1
 
 
-def test_nowhere_but_on_linux_does_anything_happen(monkeypatch):
+def test_huge_pages_are_a_no_op_outside_linux(monkeypatch):
     monkeypatch.setattr(sys, "platform", "win32")
     assert huge_pages.allocated() == [] and huge_pages.in_use() is None
     huge_pages.move([])

@@ -16,7 +16,7 @@ def backend(tmp_path_factory):
     return PagedModel(ov.Core().read_model(folder / "openvino_model.xml"), "CPU", dict(EXACT), capacity=128)
 
 
-def test_single_and_joint_forward_passes_take_turns(backend):
+def test_single_and_joint_forward_passes_can_alternate(backend):
     """Each sets inputs that the other replaces, of the same shapes and of others."""
     random = np.random.default_rng(0)
     one, other = random.integers(0, VOCABULARY, (2, 6))
@@ -30,7 +30,7 @@ def test_single_and_joint_forward_passes_take_turns(backend):
     assert not np.allclose(alone["one"][-1], alone["other"][-1], atol=0.01)
 
 
-def test_padding_gets_no_logits_and_changes_none(backend):
+def test_padding_has_no_logits_and_does_not_change_others(backend):
     """Passes of one size, of which more and fewer tokens are padding."""
     text = np.array([1, 5, 2, 6, 3, 0])
     expected = backend.run(0, text, 6).copy()
@@ -40,7 +40,7 @@ def test_padding_gets_no_logits_and_changes_none(backend):
         np.testing.assert_allclose(logits, expected[n - last : n], rtol=1e-4, atol=1e-4)
 
 
-def test_leaves_see_their_parents_only(backend):
+def test_leaves_attend_only_to_their_parents(backend):
     """The logits after leaves are those of the texts that end in them, before and after passes of other kinds."""
     text, leaves = np.array([1, 5, 2, 6, 3, 0]), [(0, 4), (1, 2), (1, 7), (2, 1)]  # parents of tokens 3 to 5, tokens
     backend.run(0, text[:3], 1)
@@ -58,6 +58,6 @@ def test_leaves_see_their_parents_only(backend):
         np.testing.assert_allclose(together, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_cache_bytes_count_every_layers_keys_and_values(backend):
+def test_cache_bytes_count_keys_and_values_of_every_layer(backend):
     tokens = (backend.blocks + 1) * backend.block_size  # one block is for padding
     assert backend.cache_bytes == tokens * HEADS * HEAD_DIM * 4 * 2

@@ -20,7 +20,7 @@ NEVER_CHANGED = 1e9
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 30), max_size=60), st.floats(0, 20))
-def test_padding_costs_at_most_half_a_change_before_the_size_changes(needed, change):
+def test_padding_costs_at_most_half_a_size_change(needed, change):
     width = PassWidth(SECONDS, change)
     last, spent = 0, 0.0
     for n in needed:
@@ -34,14 +34,14 @@ def test_padding_costs_at_most_half_a_change_before_the_size_changes(needed, cha
         last = size if size < len(SECONDS) else 0
 
 
-def test_where_more_tokens_cost_nothing_the_size_only_grows():
+def test_size_only_grows_if_more_tokens_are_free():
     flat = PassWidth(np.ones(18), 0.5)
     assert [flat.of(n) for n in (1, 4, 1, 2, 5, 1)] == [1, 4, 4, 4, 5, 5]
     flat.reset()
     assert flat.of(2) == 2
 
 
-def test_where_a_change_costs_nothing_nothing_is_padded():
+def test_nothing_is_padded_if_size_changes_are_free():
     width = PassWidth(SECONDS, 0.0)
     assert [width.of(n) for n in (5, 3, 1)] == [5, 3, 1]
 
@@ -64,7 +64,7 @@ def test_plain_passes_are_padded_to_the_fastest_size():
         ({1: 21.0, 3: 26.0, 5: 30.0, 17: 58.0}, 1),
     ],
 )
-def test_the_fastest_size_is_one_unless_another_is_clearly_faster(seconds, fastest):
+def test_fastest_size_is_one_unless_another_is_clearly_faster(seconds, fastest):
     assert Costs(1.0, seconds).fastest() == fastest
 
 
@@ -92,7 +92,7 @@ def sizes(padded, monkeypatch):
     return found
 
 
-def test_logits_are_those_of_passes_without_padding(padded, plain, sizes):
+def test_logits_equal_those_without_padding(padded, plain, sizes):
     """Over rejected tokens and up to the end of the cache, where no padding fits."""
     random = np.random.default_rng(0)
     tokens = random.integers(0, padded.vocab_size, 20)
@@ -107,15 +107,15 @@ def test_logits_are_those_of_passes_without_padding(padded, plain, sizes):
     assert all(start + n <= 96 for start, n in sizes)
 
 
-def test_after_a_prompt_nothing_is_padded(padded, sizes):
+def test_nothing_is_padded_after_a_prompt(padded, sizes):
     """The last pass had the prompt's size: padding to an earlier one would save nothing."""
     for end, last in ((10, 1), (14, 4), (15, 1), (40, 1), (41, 1)):
         padded.logits(np.arange(end), last=last)
     assert [n for _, n in sizes[1:]] == [4, 4, 25, 1]
 
 
-def test_hidden_states_are_those_of_the_tokens():
-    """A head reads them for the tokens in the cache, of which padding is none."""
+def test_hidden_states_exclude_padding():
+    """A head reads the hidden states of the tokens in the cache, which excludes padding."""
     head = ModelSpec(ROOT / "models/embedded/eagle3", properties=EXACT)
     models = [eagle3_head.load(ModelSpec(MAIN, properties=EXACT), head, capacity=64)[0] for _ in range(2)]
     models[1].pass_width = PassWidth(np.ones(18), NEVER_CHANGED)
@@ -127,7 +127,7 @@ def test_hidden_states_are_those_of_the_tokens():
     np.testing.assert_allclose(*states, rtol=1e-4, atol=1e-2)  # up to 300: f32 sums in another order
 
 
-def test_engines_that_draft_pad_and_others_do_not():
+def test_only_engines_that_draft_pad_passes():
     for draft, longest, pads in (DRAFT, None, True), (None, None, False), (None, 3, True):
         engine = decoder.load(MAIN, draft, max_ngram_size=longest)
         engine.generate(np.arange(100, 110), GenerationConfig(max_new_tokens=2))

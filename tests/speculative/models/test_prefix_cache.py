@@ -163,8 +163,8 @@ def run_all(decoder, requests, patch, most=12):
     return added, shadow.wrong
 
 
-def test_texts_are_what_they_are_alone(tiny, conversations, monkeypatch):
-    """Also under eviction: the cache fits only a fraction of the conversations."""
+def test_texts_equal_those_decoded_alone(tiny, conversations, monkeypatch):
+    """Including eviction: the cache fits only a fraction of the conversations."""
     requests, alone = conversations
     decoder = decoder_of(*tiny)
     added, wrong = run_all(decoder, requests, monkeypatch)
@@ -174,7 +174,7 @@ def test_texts_are_what_they_are_alone(tiny, conversations, monkeypatch):
     assert sum(len(prompt) for prompt, *_ in requests) > 4 * ROOM and blocks_are_back(decoder)
 
 
-def test_it_can_be_switched_off(tiny, conversations, monkeypatch):
+def test_prefix_cache_can_be_disabled(tiny, conversations, monkeypatch):
     requests, alone = conversations
     decoder = decoder_of(*tiny, share=False)
     added, wrong = run_all(decoder, requests[:15], monkeypatch)
@@ -189,7 +189,7 @@ def small(folders):
     return [cached_model.load(ModelSpec(folder, "CPU", U8), capacity=ROOM) for folder in folders]
 
 
-def test_with_traces_only_what_bears_none_is_shared(small, conversations, monkeypatch):
+def test_only_blocks_without_rollback_traces_are_shared(small, conversations, monkeypatch):
     requests, _ = conversations
     decoder = decoder_of(*small)
     added, wrong = run_all(decoder, requests, monkeypatch)
@@ -206,7 +206,7 @@ def test_with_traces_only_what_bears_none_is_shared(small, conversations, monkey
     ],
     ids=str,
 )
-def test_which_caches_keep_traces_of_rejected_tokens(properties, expected):
+def test_caches_that_keep_traces_of_rejected_tokens_are_known(properties, expected):
     assert BatchModel(cached_model.load(ModelSpec(DRAFT, "CPU", properties), capacity=64)).leaves_traces is expected
 
 
@@ -229,7 +229,7 @@ def counted_tokens(decoder):
             del model._backend.run_together
 
 
-def test_what_was_computed_once_is_not_computed_again(tiny):
+def test_cached_prefix_is_not_computed_again(tiny):
     """Of a common prefix of 100 tokens, 96 are in full blocks. A second turn also reuses the first turn's answer."""
     decoder = decoder_of(*tiny)
     random = np.random.default_rng(4)
@@ -252,9 +252,9 @@ def test_what_was_computed_once_is_not_computed_again(tiny):
 
 @pytest.mark.parametrize("chunk", [64, 256])
 @pytest.mark.parametrize("salts", [(b"",) * 4, (b"a", b"b", b"a", b"b")], ids=["one tenant", "two tenants"])
-def test_texts_of_one_prompt_compute_it_once(chunk, salts, tiny, monkeypatch):
-    """But for the last, partial block. The main model and the draft read 132 tokens, of which 128 are in full blocks;
-    behind them, one token is drafted with the first of two new tokens, and verified with the second."""
+def test_requests_with_one_prompt_compute_it_once(chunk, salts, tiny, monkeypatch):
+    """Except the last, partial block. The main model and the draft read 132 tokens, of which 128 are in full blocks;
+    after them, one token is drafted with the first of two new tokens, and verified with the second."""
     monkeypatch.setattr("speculative.batch_decoder.PREFILL_CHUNK", chunk)
     prompt = np.random.default_rng(5).integers(0, 8, 132)
     config = greedy(3, num_assistant_tokens=1, do_sample=True)
@@ -275,7 +275,7 @@ def test_texts_of_one_prompt_compute_it_once(chunk, salts, tiny, monkeypatch):
     assert blocks_are_back(decoder)
 
 
-def test_without_the_cache_each_text_computes_its_prompt(tiny):
+def test_without_prefix_cache_each_request_computes_its_prompt(tiny):
     decoder = decoder_of(*tiny, share=False)
     with counted_tokens(decoder) as computed:
         requests = [decoder.add_request(np.arange(132) % 8, greedy(1)) for _ in range(4)]
@@ -284,7 +284,7 @@ def test_without_the_cache_each_text_computes_its_prompt(tiny):
 
 
 @pytest.mark.parametrize("end", ["cancelled", "failed"])
-def test_texts_go_on_if_the_one_that_they_wait_for_does_not(end, tiny, monkeypatch):
+def test_requests_continue_if_the_one_they_wait_for_ends(end, tiny, monkeypatch):
     monkeypatch.setattr("speculative.batch_decoder.PREFILL_CHUNK", 40)
     prompt, decoder = np.random.default_rng(5).integers(0, 8, 132), decoder_of(*tiny)
     first, *others = (decoder.add_request(prompt, greedy(5)) for _ in range(3))
@@ -300,8 +300,8 @@ def test_texts_go_on_if_the_one_that_they_wait_for_does_not(end, tiny, monkeypat
     assert all(request.result.tokens == again.result.tokens for request in others) and blocks_are_back(decoder)
 
 
-def test_a_seeded_text_does_not_depend_on_what_its_draft_has_read(tiny, monkeypatch):
-    """It may read a long prompt in several iterations, beside others' prompts, or take it from the cache."""
+def test_seeded_text_does_not_depend_on_draft_prefill(tiny, monkeypatch):
+    """The draft may read a long prompt in several iterations, next to other prompts, or take it from the cache."""
     monkeypatch.setattr("speculative.batch_decoder.PREFILL_CHUNK", 40)
     random = np.random.default_rng(5)
     prompt, other = random.integers(0, 8, (2, 132))
@@ -319,7 +319,7 @@ def test_a_seeded_text_does_not_depend_on_what_its_draft_has_read(tiny, monkeypa
     assert alone == cached == text(decoder_of(*tiny), other) == text(decoder_of(*tiny), other, prompt)
 
 
-def test_texts_that_come_at_once_compute_what_they_share_once(tiny, monkeypatch):
+def test_concurrent_requests_compute_a_shared_prefix_once(tiny, monkeypatch):
     monkeypatch.setattr("speculative.batch_decoder.PREFILL_CHUNK", 64)
     decoder = decoder_of(*tiny)
     beginning = np.random.default_rng(5).integers(0, 8, 130)
@@ -329,7 +329,7 @@ def test_texts_that_come_at_once_compute_what_they_share_once(tiny, monkeypatch)
     assert decoder.main.pool.reserved == 0 and len(decoder.main.pool._shared) == 4
 
 
-def test_one_block_that_several_have_is_promised_once(tiny):
+def test_shared_block_is_reserved_once(tiny):
     decoder = decoder_of(*tiny)
     beginning = np.random.default_rng(6).integers(0, 8, 4 * BLOCK)
     for i in range(5):
@@ -342,7 +342,7 @@ def test_one_block_that_several_have_is_promised_once(tiny):
     assert blocks_are_back(decoder)
 
 
-def test_what_fails_is_not_shared(tiny, monkeypatch):
+def test_failed_computations_are_not_shared(tiny, monkeypatch):
     """A failed forward pass may have written anything; a request with NaN logits ends."""
     decoder = decoder_of(*tiny)
     prompt = np.random.default_rng(7).integers(0, 8, 80)
@@ -352,14 +352,14 @@ def test_what_fails_is_not_shared(tiny, monkeypatch):
         with pytest.raises(ZeroDivisionError):
             decoder.step()
     assert not decoder.main.pool._shared
-    bad = decoder.add_request(prompt[69::-1], greedy(20))  # which waits for nothing
+    bad = decoder.add_request(prompt[69::-1], greedy(20))  # which does not wait for another request
     monkeypatch.setattr(bad.sequence, "_transform", lambda logits, *text: logits * np.nan)
     monkeypatch.setattr(request.sequence, "_transform", lambda logits, *text: logits * np.nan)
     decoder.step()
     assert bad.error and request.error and not decoder.main.pool._shared and blocks_are_back(decoder)
 
 
-def test_the_embedded_draft_in_a_conversation(tmp_path):
+def test_embedded_draft_reuses_the_cache_in_a_conversation(tmp_path):
     """In each turn, greedy tokens equal the main model's, and few tokens besides those of the turn are computed."""
     alone = Decoder(
         cached_model.load(ModelSpec(DRAFT, "CPU", F32), capacity=CONTEXT),
@@ -383,7 +383,7 @@ def test_the_embedded_draft_in_a_conversation(tmp_path):
     assert request.cached_tokens >= 64 and blocks_are_back(decoder)
 
 
-def test_blocks_are_shared_by_what_they_hold_and_never_lost():
+def test_blocks_are_shared_by_content_and_never_lost():
     """Sequences in blocks of four tokens are added, grow, are shared and freed at random, against a reference model."""
     pool, random = BlockPool(40, 4), np.random.default_rng(0)
     leases, content, found = {}, {}, 0
@@ -429,13 +429,13 @@ def test_blocks_are_shared_by_what_they_hold_and_never_lost():
 # ---- planted bugs ----------------------------------------------------------------------------------------------------
 
 
-def tokens_alone_name_a_block(patch):
+def blocks_keyed_by_own_tokens_only(patch):
     """Bug: shares blocks regardless of the tokens before them."""
     own = BlockTable._next
     patch.setattr(BlockTable, "_next", lambda self, tokens: (None, own(self, tokens)[1]))
 
 
-def drafted_tokens_are_shared(patch):
+def unverified_tokens_are_shared(patch):
     """Bug: shares tokens before they are verified."""
 
     def wrong(self, tokens):
@@ -459,7 +459,7 @@ def begin_anywhere(self, start, end):
     self._length, self._written = start, max(self._written, end)
 
 
-def the_last_block_is_shared_when_it_is_not_full(patch):
+def partial_block_is_shared(patch):
     patch.setattr(Slot, "start_write", begin_anywhere)
     share = Slot.cache_full_blocks
 
@@ -474,7 +474,7 @@ def the_last_block_is_shared_when_it_is_not_full(patch):
     patch.setattr(Slot, "cache_full_blocks", wrong)
 
 
-def blocks_are_free_while_others_have_them(patch):
+def blocks_freed_while_in_use(patch):
     release = BlockPool._release
 
     def wrong(self, shared):
@@ -485,7 +485,7 @@ def blocks_are_free_while_others_have_them(patch):
     patch.setattr(BlockPool, "_release", wrong)
 
 
-def what_is_evicted_is_still_found(patch):
+def evicted_blocks_still_match(patch):
     def wrong(self):
         if self._empty:
             return self._empty.pop()
@@ -496,7 +496,7 @@ def what_is_evicted_is_still_found(patch):
     patch.setattr(BlockPool, "_take", wrong)
 
 
-def one_token_more_than_is_there(patch):
+def prefix_match_one_token_too_long(patch):
     adopt = Slot.match_prefix
 
     def wrong(self, tokens):
@@ -509,23 +509,23 @@ def one_token_more_than_is_there(patch):
 
 
 BUGS = (
-    tokens_alone_name_a_block,
-    drafted_tokens_are_shared,
-    the_last_block_is_shared_when_it_is_not_full,
-    blocks_are_free_while_others_have_them,
-    what_is_evicted_is_still_found,
-    one_token_more_than_is_there,
+    blocks_keyed_by_own_tokens_only,
+    unverified_tokens_are_shared,
+    partial_block_is_shared,
+    blocks_freed_while_in_use,
+    evicted_blocks_still_match,
+    prefix_match_one_token_too_long,
 )
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_a_planted_bug_is_found(bug, tiny, conversations, monkeypatch):
+def test_planted_bugs_are_detected(bug, tiny, conversations, monkeypatch):
     bug(monkeypatch)
     _, wrong = run_all(decoder_of(*tiny), conversations[0][:24], monkeypatch)
     assert wrong > 5
 
 
-def test_traces_that_do_not_count_are_found(small, conversations, monkeypatch):
+def test_ignored_rollback_traces_are_detected(small, conversations, monkeypatch):
     monkeypatch.setattr(Slot, "start_write", begin_anywhere)
     _, wrong = run_all(decoder_of(*small), conversations[0][:24], monkeypatch)
     assert wrong > 5

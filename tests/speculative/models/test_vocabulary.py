@@ -92,7 +92,7 @@ def text_of(vocabulary, ids):
 
 
 @pytest.mark.parametrize("kind", ["embedded", *KINDS])
-def test_the_tokens_of_a_text_are_its_bytes(kind, vocabularies):
+def test_token_bytes_join_to_the_text(kind, vocabularies):
     expected = {"sentencepiece": f" {TEXT}", "normalising": " " + TEXT.replace("ﬁ", "fi")}
     text = text_of(vocabularies[kind], vocabularies[kind].encode(TEXT))
     if kind == "normalising":
@@ -101,17 +101,17 @@ def test_the_tokens_of_a_text_are_its_bytes(kind, vocabularies):
         assert text == expected.get(kind, TEXT)
 
 
-def test_a_byte_is_spelled_only_where_no_token_is_that_byte(vocabularies):
+def test_byte_token_is_used_only_without_a_regular_token(vocabularies):
     spelled, ids = vocabularies["sentencepiece"].spelled, vocabularies["sentencepiece"].ids()
     assert spelled[ids[b"a"]] == b"a" and spelled[ids[b"\xf0"]] == b"<0xF0>" and spelled[ids[b" "]] == "▁".encode()
 
 
-def test_tokens_before_each_text(vocabularies):
+def test_prefix_holds_tokens_before_each_text(vocabularies):
     assert vocabularies["sentencepiece"].prefix.tolist() == [vocabularies["sentencepiece"].bos]
     assert not len(vocabularies["embedded"].prefix)
 
 
-def test_pairs_have_the_same_bytes_and_the_ends_of_text_are_one():
+def test_pairs_have_equal_bytes_and_share_the_eos_token():
     shared = SharedTokens(letters(["a", "b", "</s>"])._replace(eos=2), letters(["<|end|>", "b", "c"])._replace(eos=0))
     assert shared.pairs == {1: 1, 2: 0}
     assert dict(zip(shared.main_ids.tolist(), shared.draft_ids.tolist(), strict=True)) == {1: 1, 2: 0}
@@ -121,7 +121,7 @@ def test_pairs_have_the_same_bytes_and_the_ends_of_text_are_one():
     assert named.pairs == {1: 0}
 
 
-def test_the_same_tokenizer_needs_no_translation(folders, tmp_path):
+def test_same_tokenizer_needs_no_translation(folders, tmp_path):
     assert shared_tokens(MAIN, DRAFT) is None
     assert len(shared_tokens(MAIN, folders["sentencepiece"]).pairs) > 200
     without = shutil.copytree(folders["sentencepiece"], tmp_path / "without")
@@ -129,7 +129,7 @@ def test_the_same_tokenizer_needs_no_translation(folders, tmp_path):
     assert shared_tokens(MAIN, without) is None  # its tokens are not known
 
 
-def test_tokenizers_whose_irs_differ_in_the_numbers_of_nodes_only_are_not_loaded(tmp_path, monkeypatch):
+def test_tokenizers_with_renumbered_nodes_are_not_loaded(tmp_path, monkeypatch):
     """Every export numbers its nodes differently; loading two vocabularies takes seconds for large ones."""
     loaded = []
     monkeypatch.setattr(vocabulary, "read", loaded.append)
@@ -145,14 +145,14 @@ def test_tokenizers_whose_irs_differ_in_the_numbers_of_nodes_only_are_not_loaded
         assert loaded[-2:] == [MAIN, other]
 
 
-def test_vocabularies_without_a_common_token(folders, monkeypatch):
+def test_vocabularies_without_common_token_are_rejected(folders, monkeypatch):
     others = iter([letters(["a"]), letters(["b"])])
     monkeypatch.setattr(vocabulary, "read", lambda folder: next(others))
     with pytest.raises(ValueError, match="shares no token with"):
         shared_tokens(MAIN, folders["bytes only"])
 
 
-def test_how_alike_texts_are_split():
+def test_similarity_of_token_splits():
     shared = shared_letters()
     assert shared.alike("abcdef") == (5 / 6, 3 / 6)  # ab is one token of the draft, and f is none
     assert shared.alike("ce") == (1, 1)
@@ -161,8 +161,8 @@ def test_how_alike_texts_are_split():
 
 @pytest.mark.parametrize("main", ["embedded", "sentencepiece", "bytes only"])
 @pytest.mark.parametrize("draft", ["embedded", *KINDS])
-def test_the_draft_reads_a_text_in_its_own_tokens(main, draft, vocabularies):
-    """Whatever pieces it comes in; half a character is read as bytes, if the draft has them."""
+def test_draft_reads_a_text_in_its_own_tokens(main, draft, vocabularies):
+    """For any chunks of the text; a partial character is read as bytes if the draft has byte tokens."""
     ours, theirs = vocabularies[main], vocabularies[draft]
     reader = Retokenizer(SharedTokens(ours, theirs))
     tokens = ours.encode(TEXT)
@@ -171,8 +171,8 @@ def test_the_draft_reads_a_text_in_its_own_tokens(main, draft, vocabularies):
     assert ids.tolist() == [*theirs.prefix, *theirs.encode(text_of(ours, tokens))]
 
 
-def test_the_beginning_of_a_text(vocabularies):
-    """The main model's bos is the draft's, or a name in the text; a token without text is nothing to read."""
+def test_beginning_of_text_is_translated(vocabularies):
+    """BOS is translated to the draft's BOS, or spelled as text; a token without text cannot be read."""
     ours = vocabularies["sentencepiece"]
     tokens = np.concatenate([ours.prefix, ours.encode("x = 1")])
     same = Retokenizer(SharedTokens(ours, ours._replace(spelled={**ours.spelled})))
@@ -182,7 +182,7 @@ def test_the_beginning_of_a_text(vocabularies):
     assert Retokenizer(shared_letters()).ids(np.array([99])) is None
 
 
-def test_half_a_character(vocabularies):
+def test_partial_character_is_read_as_bytes_if_possible(vocabularies):
     ours = vocabularies["bytes only"]
     smile = ours.encode("😀")
     for draft, spelled in (("sentencepiece", True), ("embedded", True), ("normalising", False)):
@@ -192,7 +192,7 @@ def test_half_a_character(vocabularies):
         assert (ids.tolist() == expected) if spelled else (ids is None)
 
 
-def test_draft_tokens_are_read_as_they_were_drafted_and_encoded_once_verified():
+def test_draft_tokens_are_kept_until_verified_then_reencoded():
     reader = Retokenizer(shared_letters())
 
     def read(text):
@@ -215,8 +215,8 @@ def test_draft_tokens_are_read_as_they_were_drafted_and_encoded_once_verified():
     )
 )
 @pytest.mark.parametrize("draft", ["embedded", "sentencepiece", "words with spaces"])
-def test_a_long_text_is_cut_where_its_tokens_do_not_depend_on_what_was_before(draft, words, vocabularies):
-    """Only its end is encoded again, which shows in no token; ids that were final stay as they are."""
+def test_long_text_is_split_without_changing_its_tokens(draft, words, vocabularies):
+    """Only the end of the text is encoded again, with the same result; final ids do not change."""
     ours, theirs = vocabularies["bytes only"], vocabularies[draft]
     reader, tokens, final = Retokenizer(SharedTokens(ours, theirs)), ours.encode("x = [" + "".join(words)), []
     with pytest.MonkeyPatch.context() as patch:

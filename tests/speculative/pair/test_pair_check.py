@@ -76,7 +76,7 @@ def message(check, what):
     return text
 
 
-def test_the_embedded_pair_is_sound():
+def test_embedded_pair_is_sound():
     check = check_pair(MAIN, DRAFT)
     assert check.sound
     assert set(levels(check).values()) == {"ok"}
@@ -90,7 +90,7 @@ def test_swapped_roles_are_a_warning():
     assert "swapped" in message(check, "size")
 
 
-def test_other_token_ids_are_a_draft_for_this_projects_engine(ir, tokenizer, tmp_path):
+def test_other_token_ids_are_supported_by_native_engine_only(ir, tokenizer, tmp_path):
     other = save_ir(edited(tokenizer, swap_two_letters), tmp_path)
     check = check_pair(ir, other)
     assert check.sound and not check.same_tokenizer
@@ -104,7 +104,7 @@ def test_other_token_ids_are_a_draft_for_this_projects_engine(ir, tokenizer, tmp
     assert check.fingerprint != tokenizer_fingerprint(other)
 
 
-def test_a_draft_that_splits_text_otherwise_is_advised_against(ir, tmp_path):
+def test_draft_that_splits_text_differently_is_a_warning(ir, tmp_path):
     letters_only = train_tokenizer(vocab_size=258)
     check = check_pair(ir, save_ir(letters_only, tmp_path), text="\n".join(TRAINING_TEXT))
     assert check.sound and levels(check)["shared tokens"] == "warning"
@@ -112,14 +112,14 @@ def test_a_draft_that_splits_text_otherwise_is_advised_against(ir, tmp_path):
     assert "of the text's" in text and "too little; choose another draft" in text
 
 
-def test_a_draft_without_a_common_token_is_refused(ir, tokenizer, tmp_path, monkeypatch):
+def test_draft_without_common_token_is_rejected(ir, tokenizer, tmp_path, monkeypatch):
     others = iter([letters(["a"]), letters(["b"])])
     monkeypatch.setattr(vocabulary, "of", lambda tokenizer: next(others))
     check = check_pair(ir, save_ir(edited(tokenizer, swap_two_letters), tmp_path))
     assert not check.sound and "no token of the draft" in message(check, "shared tokens")
 
 
-def test_the_engine_accepts_a_draft_with_other_token_ids(tmp_path):
+def test_genai_accepts_a_draft_with_other_token_ids(tmp_path):
     """Why this check exists: GenAI only counts the tokens of one sentence. If GenAI improves, this fails."""
     draft = shutil.copytree(DRAFT, tmp_path / "draft")
     trained = transformers.PreTrainedTokenizerFast.from_pretrained(MAIN)
@@ -136,14 +136,14 @@ def test_the_engine_accepts_a_draft_with_other_token_ids(tmp_path):
     openvino_genai.LLMPipeline(str(MAIN), "CPU", draft_model=openvino_genai.draft_model(str(draft), "CPU"))
 
 
-def test_other_merges_are_refused_and_shown(ir, tokenizer, tmp_path):
+def test_different_merges_are_an_error(ir, tokenizer, tmp_path):
     check = check_pair(ir, save_ir(edited(tokenizer, swap_two_merges), tmp_path))
     assert levels(check)["vocabulary"] == "ok"
     assert levels(check)["merges"] == "error"
     assert "from number 4 on" in message(check, "merges")
 
 
-def test_other_ways_of_cutting_text_show_in_the_encodings(ir, tokenizer, tmp_path):
+def test_different_pretokenization_shows_in_encodings(ir, tokenizer, tmp_path):
     texts = [*TRAINING_TEXT, "0123456789 0123456789 1234 1234"]
     plain = train_tokenizer(texts=texts)
     check = check_pair(save_ir(plain, tmp_path / "a"), save_ir(edited(plain, split_digits), tmp_path / "b"))
@@ -152,7 +152,7 @@ def test_other_ways_of_cutting_text_show_in_the_encodings(ir, tokenizer, tmp_pat
     assert levels(check)["encodings"] == "error"
 
 
-def test_another_pad_token_is_refused_here_as_by_the_engine(tmp_path):
+def test_different_pad_token_is_rejected_as_by_genai(tmp_path):
     draft = shutil.copytree(DRAFT, tmp_path / "draft")
     tokenizer_ir = draft / "openvino_tokenizer.xml"
     text = tokenizer_ir.read_text(encoding="utf-8")
@@ -172,7 +172,7 @@ def test_another_pad_token_is_refused_here_as_by_the_engine(tmp_path):
     ("main_width", "draft_width", "npu", "level"),
     [(384, 384, True, "ok"), (400, 384, False, "warning"), (384, 400, False, "warning"), (400, 384, True, "error")],
 )
-def test_padding_of_the_logits_matters_to_the_npu_only(main_width, draft_width, npu, level, tokenizer, tmp_path):
+def test_padded_logits_are_an_error_only_on_npu(main_width, draft_width, npu, level, tokenizer, tmp_path):
     main = save_ir(tokenizer, tmp_path / "main", logits_width=main_width)
     draft = save_ir(tokenizer, tmp_path / "draft", logits_width=draft_width)
     check = check_pair(main, draft, npu=npu)
@@ -180,13 +180,13 @@ def test_padding_of_the_logits_matters_to_the_npu_only(main_width, draft_width, 
     assert check.sound == (level != "error")
 
 
-def test_a_draft_that_cannot_read_every_token_is_refused(ir, tokenizer, tmp_path):
+def test_draft_that_cannot_read_every_token_is_rejected(ir, tokenizer, tmp_path):
     check = check_pair(ir, save_ir(tokenizer, tmp_path, logits_width=380))
     assert levels(check)["logits width"] == "error"
     assert "383" in message(check, "logits width")
 
 
-def test_a_draft_without_detokenizer_is_compared_by_encoding(ir, copy):
+def test_draft_without_detokenizer_is_compared_by_encoding(ir, copy):
     """Some drafts are published like this: GenAI reads no other part of a draft's tokenizer."""
     for name in ("openvino_detokenizer.xml", "openvino_detokenizer.bin", "tokenizer.json"):
         (copy / name).unlink()
@@ -194,7 +194,7 @@ def test_a_draft_without_detokenizer_is_compared_by_encoding(ir, copy):
     assert levels(check_pair(copy, ir))["vocabulary"] == "error"  # the main model has to write text
 
 
-def test_chat_templates(ir, tokenizer, tmp_path):
+def test_chat_templates_are_compared(ir, tokenizer, tmp_path):
     first = train_tokenizer()
     first.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     second = train_tokenizer()
@@ -206,7 +206,7 @@ def test_chat_templates(ir, tokenizer, tmp_path):
     assert levels(check_pair(first, first))["chat template"] == "ok"
 
 
-def test_a_shorter_context_of_the_draft_is_a_warning(ir, copy):
+def test_shorter_draft_context_is_a_warning(ir, copy):
     change_json(copy / "config.json", max_position_embeddings=128)
     assert levels(check_pair(ir, copy))["context length"] == "warning"
     assert levels(check_pair(copy, ir))["context length"] == "ok"
@@ -219,14 +219,14 @@ def test_a_shorter_context_of_the_draft_is_a_warning(ir, copy):
         {"architectures": ["DFlashDraftModel"]},
     ],
 )
-def test_what_is_no_independent_language_model_is_refused(config, ir, copy):
+def test_dependent_or_encoder_decoder_model_is_rejected(config, ir, copy):
     change_json(copy / "config.json", **config)
     check = check_pair(ir, copy)
     assert levels(check)["architecture"] == "error"
     assert config["architectures"][0] in message(check, "architecture")
 
 
-def test_an_eagle3_config_beside_another_model_is_refused(ir, copy):
+def test_eagle3_config_without_d2t_table_is_rejected(ir, copy):
     change_json(copy / "config.json", architectures=["LlamaForCausalLMEagle3"])
     check = check_pair(ir, copy)
     assert levels(check)["hidden states"] == "error" and "has no table d2t" in message(check, "hidden states")
@@ -260,7 +260,7 @@ def make_vision_model(folder):
         (make_vision_model, "vision-language"),
     ],
 )
-def test_an_unusable_folder_is_one_error(damage, words, ir, copy):
+def test_unusable_folder_gives_a_single_error(damage, words, ir, copy):
     damage(copy)
     for check in (check_pair(copy, ir), check_pair(ir, copy)):
         assert not check.sound
@@ -286,12 +286,12 @@ def test_checkpoints_are_compared_before_their_export(tokenizer, tmp_path):
     tokenizer.pad_token = "<|endoftext|>"
     assert levels(check_pair(main, draft))["special tokens"] == "error"
 
-    (draft / "tokenizer.json").unlink()  # SentencePiece alone: nothing to compare yet, nothing to refuse
+    (draft / "tokenizer.json").unlink()  # SentencePiece alone: nothing to compare yet, nothing to reject
     assert levels(check_pair(main, draft))["vocabulary"] == "warning"
     assert check_pair(main, draft).sound
 
 
-def test_special_tokens_that_a_checkpoint_does_not_name_are_unknown(tokenizer, tmp_path):
+def test_unnamed_special_tokens_of_a_checkpoint_are_unknown(tokenizer, tmp_path):
     """GPT-2's tokenizer has them by its class; its files on the hub name none."""
     main = save_checkpoint("gpt2", "main", tokenizer, tmp_path / "main")
     draft = save_checkpoint("gpt2", "draft", tokenizer, tmp_path / "draft")
@@ -304,7 +304,7 @@ def test_special_tokens_that_a_checkpoint_does_not_name_are_unknown(tokenizer, t
     assert check.sound and "special tokens" not in levels(check)
 
 
-def test_a_checkpoint_is_compared_with_ir(ir, tokenizer, tmp_path):
+def test_checkpoint_is_compared_with_ir(ir, tokenizer, tmp_path):
     checkpoint = save_checkpoint("llama", "main", tokenizer, tmp_path)
     assert check_pair(checkpoint, ir).sound
     edited(tokenizer, swap_two_merges).save_pretrained(checkpoint)

@@ -26,7 +26,7 @@ def file(tmp_path):
     return tmp_path / recommendation.FILE
 
 
-def test_what_is_written_is_read(file):
+def test_written_recommendation_is_read_back(file):
     recommendation.write(file, {key: value for key, value in PRESENT.items() if key != "format"})
     assert json.loads(file.read_text(encoding="utf-8"))["format"] == recommendation.FORMAT == 2
     assert recommendation.read(file) == PRESENT
@@ -39,19 +39,19 @@ def test_format_1_is_converted(file, former, present):
 
 
 @pytest.mark.parametrize("broken", [{"format": 1}, {"format": 1, "settings": [1], "best": ["ours"]}], ids=str)
-def test_a_broken_file_of_format_1_stays_broken(file, broken):
+def test_broken_file_of_format_1_stays_broken(file, broken):
     file.write_text(json.dumps(broken), encoding="utf-8")
     assert recommendation.read(file) == {**broken, "format": 2}
 
 
 @pytest.mark.parametrize("content", ["[]", '{"format": 0}', '{"format": 3}', "{}", "{"])
-def test_other_formats_are_refused(file, content):
+def test_other_formats_are_rejected(file, content):
     file.write_text(content, encoding="utf-8")
     with pytest.raises(ValueError, match=r"recreate it with `python scripts/tune\.py MAIN \[DRAFT\]`"):
         recommendation.read(file)
 
 
-def test_engines_have_ids_and_names_to_show():
+def test_engines_have_ids_and_display_names():
     for former, present in (("GenAI", engines.GENAI), ("ours", engines.NATIVE)):
         assert engines.engine_id(former) == engines.engine_id(present) == present
         assert engines.shown_engine(former) == engines.shown_engine(present) == former
