@@ -34,7 +34,7 @@ class Undecided(Exception):
 
 
 class Decisions:
-    """Stands for numpy.random.Generator; takes the first decisions from `made`."""
+    """Replaces numpy.random.Generator; takes the first decisions from `made`."""
 
     def __init__(self, made):
         self._made = list(made)
@@ -79,7 +79,7 @@ class Scaled(NamedTuple):
 
 
 def chosen(row, random):
-    """Stands for `draw`, which test_rejection_sampling.py tests."""
+    """Replaces `draw`, which test_rejection_sampling.py tests."""
     if isinstance(row, OneHot):
         return row.token
     weights = [fraction(x) for x in row]
@@ -130,35 +130,35 @@ float64_pairs = pairs().map(lambda pair: Pair(pair.main, pair.draft))
 
 @exactly
 @given(float64_pairs, st.integers(0, 2))
-def test_text_is_distributed_as_the_main_model_alone(pair, K):
+def test_text_has_the_main_models_distribution(pair, K):
     assert speculative_text(pair, K + 1, K) == pair.text(K + 1)
 
 
-def test_over_several_iterations_and_longer_drafts_too():
+def test_several_iterations_and_longer_drafts_are_exact():
     assert speculative_text(GOOD, 4, 2) == GOOD.text(4)
     assert speculative_text(GOOD, 4, 3) == GOOD.text(4)
 
 
 @exactly
 @given(float64_pairs, st.sets(st.lists(st.integers(0, 3), min_size=1, max_size=2).map(tuple)))
-def test_draft_length_may_depend_on_all_that_is_drafted(pair, stops):
+def test_draft_length_may_depend_on_all_drafted_tokens(pair, stops):
     assert speculative_text(pair, 3, 2, goes_on=lambda drafted: drafted not in stops) == pair.text(3)
 
 
 @exactly
 @given(float64_pairs, st.integers(1, 3))
-def test_as_many_tokens_are_accepted_as_token_by_token_or_more(pair, K):
+def test_accepts_at_least_as_many_tokens_as_token_verification(pair, K):
     assert expected_tokens(pair, K, verify_block) >= expected_tokens(pair, K, verify_tokens)
 
 
-def test_the_gain_of_the_paper_s_example():
+def test_expected_tokens_match_the_papers_example():
     """Sun et al. 2024, section 2: 11/9 tokens instead of 10/9."""
     pair = Pair([[2, 4], [2, 4]], [[4, 2], [4, 2]])
     assert expected_tokens(pair, 2, verify_tokens) == Fraction(10, 9)
     assert expected_tokens(pair, 2, verify_block) == Fraction(11, 9)
 
 
-# Planted bugs: each a rule of its own, and one that is none.
+# Planted bugs: each a rule of its own; and the rule without a bug.
 
 
 def block(weigh=lambda w, p, q: min(1, w * p / q), scale=lambda w: w, rest=lambda w, total: total + 1 - w):
@@ -189,18 +189,18 @@ BUGS = {
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_a_planted_bug_is_found(bug):
+def test_planted_bugs_are_detected(bug):
     assert speculative_text(GOOD, 3, 2, rule=BUGS[bug]) != GOOD.text(3)
 
 
-def test_what_is_no_bug_is_not_found():
+def test_rewritten_rule_without_bug_passes():
     assert speculative_text(GOOD, 3, 2, rule=block()) == GOOD.text(3)
 
 
-# What an iteration asks for, and what it refuses.
+# Evaluated rows, and rejected input.
 
 
-def test_the_main_model_is_asked_no_further_than_a_token_it_excludes():
+def test_main_model_is_not_evaluated_beyond_an_excluded_token():
     rows, asked = [one_hot(1), one_hot(2), one_hot(0), one_hot(1)], []
 
     def p(i):
@@ -213,10 +213,10 @@ def test_the_main_model_is_asked_no_further_than_a_token_it_excludes():
     assert asked == [0, 1]
 
 
-def test_without_a_draft_the_token_is_the_main_model_s():
+def test_without_draft_the_token_is_the_main_models():
     assert verify_block([], [], lambda i: OneHot(2, 3), Numbers()) == (0, 2)
 
 
-def test_a_draft_token_that_the_draft_could_not_draw_is_refused():
+def test_impossible_draft_token_is_rejected():
     with pytest.raises(ValueError, match=r"draft token 0 at index 1 has probability 0.0 in the draft's distribution"):
         verify_block([1, 0], [one_hot(1), one_hot(1)], lambda i: np.full(3, 1 / 3), Numbers(0.5, 0.5))

@@ -59,7 +59,7 @@ def p_value(counts, probabilities):
     return NormalDist(1 - variance, variance**0.5).cdf(2 * (1 - variance) - (statistic / degrees) ** (1 / 3))
 
 
-# The first token, very often: which tokens are left, and with what share.
+# The first token of many samples: which tokens are possible, and their probabilities.
 
 PROMPT = [3, 4, 3, 6, 1]
 STEPS = np.log([0.4, 0.3, 0.15, 0.08, 0.04, 0.02, 0.008, 0.002])
@@ -92,7 +92,7 @@ FIRST = [
 
 
 @pytest.mark.parametrize(("row", "config", "left"), FIRST, ids=lambda value: str(value) if type(value) is dict else "")
-def test_the_first_token_is_drawn_by_genai_as_said_here(row, config, left, tmp_path):
+def test_first_token_distribution_matches_genai(row, config, left, tmp_path):
     config = dict(do_sample=True, **config)
     pipe = save_table(np.tile(row, (8, 1)), tmp_path)
     drawn = tokens(pipe, PROMPT, max_new_tokens=1, num_return_sequences=20_000, rng_seed=1, **config)
@@ -102,7 +102,7 @@ def test_the_first_token_is_drawn_by_genai_as_said_here(row, config, left, tmp_p
     assert p_value(counts, probabilities) > LIKELY
 
 
-def test_draws_tell_temperatures_apart(tmp_path):
+def test_comparison_detects_a_temperature_off_by_3_percent(tmp_path):
     """The test above can fail: it detects a temperature that is off by 3 %."""
     pipe = save_table(np.tile(MIXED, (8, 1)), tmp_path)
     drawn = tokens(pipe, PROMPT, max_new_tokens=1, num_return_sequences=20_000, do_sample=True, temperature=0.7)
@@ -112,7 +112,7 @@ def test_draws_tell_temperatures_apart(tmp_path):
         assert (p_value(counts, row) > LIKELY) == possible and (p_value(counts, row) < UNLIKELY) != possible
 
 
-# Whole texts: the tokens before count.
+# Whole texts: the distribution depends on the tokens before.
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_draws_tell_temperatures_apart(tmp_path):
     ],
     ids=str,
 )
-def test_logits_of_some_tokens_are_those_of_a_model_that_excludes_the_others(config):
+def test_logits_of_some_tokens_equal_masking_the_others(config):
     random = np.random.default_rng(0)
     some, prompt, text = np.arange(1, 40, 2), np.array([3, 11, 8]), np.array([9, 9, 20])
     logits, all_logits = random.normal(0, 2, 20).astype(np.float32), np.full(40, -np.inf, np.float32)
@@ -203,7 +203,7 @@ def texts(pipe, prompt, count, length, **config):
 
 
 @pytest.mark.parametrize("config", TEXT, ids=str)
-def test_texts_are_drawn_by_genai_as_said_here(config, table, table_pipe):
+def test_text_distribution_matches_genai(config, table, table_pipe):
     config = dict(do_sample=True, **config)
     drawn = texts(table_pipe, PROMPT, 150, 30, **config)
     assert text_p_value(drawn, PROMPT, table.__getitem__, distribution(config)) > LIKELY
@@ -228,8 +228,8 @@ OTHER_MEANINGS = {
     ],
     ids=str,
 )
-def test_genai_does_not_mean_anything_else_by_the_penalties(config, meanings, table, table_pipe):
-    """Were the other meaning right, its likelihood would fall behind that far with a probability of 1e-9 at most."""
+def test_other_meanings_of_penalties_do_not_match_genai(config, meanings, table, table_pipe):
+    """If the other meaning were right, its likelihood would be that much lower with a probability of 1e-9 at most."""
     drawn = texts(table_pipe, PROMPT, 150, 30, do_sample=True, **config)
     target = distribution(dict(do_sample=True, **config))
     likelihood = log_likelihood(drawn, PROMPT, table.__getitem__, target)
@@ -239,7 +239,7 @@ def test_genai_does_not_mean_anything_else_by_the_penalties(config, meanings, ta
 
 
 @pytest.mark.parametrize("config", [dict(presence_penalty=1.2), dict(presence_penalty=-0.5, frequency_penalty=0.6)])
-def test_openais_meaning_of_the_penalties_is_to_subtract_them(config):
+def test_openai_penalties_are_subtracted(config):
     """Logits shifted by -50, so that all are negative, give the same probabilities."""
     logits, text = MIXED.astype(np.float32), np.array([0, 3, 3, 5, 6])
     config = dict(do_sample=True, **config)
@@ -253,7 +253,7 @@ def test_openais_meaning_of_the_penalties_is_to_subtract_them(config):
     assert not np.allclose(distribution(config)(logits - 50, PROMPT, text), expected, atol=1e-2)
 
 
-def test_stop_tokens_have_no_chance_before_min_new_tokens(tmp_path):
+def test_stop_tokens_are_excluded_before_min_new_tokens(tmp_path):
     row = np.array([2, 1, 0, -1, 1, 0, -1, 2], np.float32)
     pipe = save_table(np.tile(row, (8, 1)), tmp_path)
     config = dict(do_sample=True, min_new_tokens=3, eos_token_id=0, stop_token_ids={0, 7})
@@ -277,7 +277,7 @@ def real_pipe():
 
 @pytest.fixture(scope="module")
 def real_logits():
-    """Return a function: tokens [n] to the logits [n, V] behind each of them."""
+    """Return a function from tokens [n] to the logits [n, V] after each of them."""
     request = ov.Core().compile_model(DRAFT / "openvino_model.xml", "CPU", {"EXECUTION_MODE_HINT": "ACCURACY"})
     request = request.create_infer_request()
 
@@ -305,7 +305,7 @@ REAL_PROMPT = [300, 45, 801, 12, 300, 77, 5]
     ],
     ids=str,
 )
-def test_greedy_tokens_of_a_real_model_are_the_same(config, real_pipe, real_logits):
+def test_greedy_tokens_of_real_model_match_genai(config, real_pipe, real_logits):
     (text,) = tokens(real_pipe, REAL_PROMPT, max_new_tokens=150, **config)
     target, rows = distribution(config), real_logits(REAL_PROMPT + text)[len(REAL_PROMPT) - 1 :]
     for i, token in enumerate(text):
@@ -322,27 +322,27 @@ def test_greedy_tokens_of_a_real_model_are_the_same(config, real_pipe, real_logi
     ],
     ids=str,
 )
-def test_texts_of_a_real_model_are_drawn_as_said_here(config, real_pipe, real_logits):
+def test_texts_of_real_model_match_genai(config, real_pipe, real_logits):
     config = dict(do_sample=True, **config)
     drawn = texts(real_pipe, REAL_PROMPT, 12, 80, **config)
     assert text_p_value(drawn, REAL_PROMPT, real_logits, distribution(config)) > LIKELY
 
 
-# The two filters, against the words that define them.
+# The two filters, compared with their definitions.
 
 weights = st.lists(st.integers(0, 20), min_size=2, max_size=60).filter(any)
 
 
 @settings(deadline=None)
 @given(weights, st.integers(1, 59))
-def test_largest_are_the_first_k_in_order_of_size(values, k):
+def test_largest_returns_the_first_k_tokens_by_logit(values, k):
     logits, k = np.array(values, np.float32) - 7, min(k, len(values) - 1)
     assert largest(logits, k).tolist() == sorted(range(len(values)), key=lambda token: (-values[token], token))[:k]
 
 
 @settings(deadline=None)
 @given(weights, st.integers(1, 1300))
-def test_nucleus_is_the_fewest_largest_that_exceed_the_mass(values, mass):
+def test_nucleus_is_the_smallest_set_that_exceeds_the_mass(values, mass):
     order = sorted(range(len(values)), key=lambda token: (-values[token], token))
     inside = nucleus(np.array(values, np.float32), mass)
     expected, reached = [], 0
@@ -355,7 +355,7 @@ def test_nucleus_is_the_fewest_largest_that_exceed_the_mass(values, mass):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_nucleus_of_all_but_what_rounding_leaves(seed):
+def test_nucleus_keeps_all_tokens_despite_rounding(seed):
     """A probability mass below the sum in float32, but perhaps not in float64."""
     weights = np.random.default_rng(seed).random(1000, np.float32) + np.float32(1)
     assert nucleus(weights, np.nextafter(float(weights.sum()), 0)).all()
@@ -376,11 +376,11 @@ def test_filters_in_a_large_vocabulary(flatness, top_p):
     assert row[row > 0].min() >= row[logits < logits[row > 0].min()].max(initial=0)
 
 
-# Greedy, and logits that are refused.
+# Greedy, and rejected logits.
 
 
 @pytest.mark.parametrize("config", [{}, dict(do_sample=True, temperature=0), dict(do_sample=True, temperature=1e-6)])
-def test_greedy_is_certainty_at_the_first_of_the_largest(config):
+def test_greedy_is_one_hot_at_the_first_largest_logit(config):
     target = distribution({**config, "temperature": config.get("temperature", 0.7)})
     assert target.greedy
     assert np.asarray(target(np.array([1, 3, -2, 3], np.float32), NOTHING, NOTHING)).tolist() == [0, 1, 0, 0]
@@ -393,7 +393,7 @@ def test_sampled_is_not_greedy(config):
     assert target(np.array([1, 3, -2, 3], np.float32), NOTHING, NOTHING).tolist() == [0, 0.5, 0, 0.5]
 
 
-def test_what_the_model_excludes_stays_excluded():
+def test_tokens_excluded_by_the_model_stay_excluded():
     row = distribution(dict(do_sample=True, repetition_penalty=1.5))(
         np.array([0, -np.inf, 0], np.float32), np.array([1]), NOTHING
     )
@@ -402,18 +402,18 @@ def test_what_the_model_excludes_stays_excluded():
 
 @pytest.mark.parametrize("config", [{}, dict(do_sample=True), dict(do_sample=True, top_k=1)])
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
-def test_logits_that_are_not_numbers_are_said(config, broken):
+def test_non_finite_logits_are_an_error(config, broken):
     with pytest.raises(ValueError, match=r"^the model's highest logit is (nan|inf): run it with \S+, or check it$"):
         distribution(config)(np.array([0, broken, 1], np.float32), NOTHING, NOTHING)
 
 
-def test_stop_tokens_that_the_model_does_not_know_are_no_others():
+def test_unknown_stop_tokens_are_ignored():
     config = dict(do_sample=True, min_new_tokens=2, stop_token_ids={2, 5, 99})
     logits, none = np.zeros(5, np.float32), np.zeros(0, np.int64)
     assert np.allclose(distribution(config)(logits, none, none), [0.25, 0.25, 0, 0.25, 0.25])
 
 
-def test_min_p_keeps_what_has_exactly_that_share():
+def test_min_p_keeps_tokens_exactly_at_the_threshold():
     logits = np.array([0, -1, -2], np.float32)
     share = float(np.exp(logits)[1])
     row = distribution(dict(do_sample=True, min_p=share))(logits, NOTHING, NOTHING)

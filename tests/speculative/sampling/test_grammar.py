@@ -1,4 +1,4 @@
-"""A grammar says which tokens may follow: compared with sets of words, while texts go on and fall back as drafts do."""
+"""The tokens that a grammar allows, compared with sets of words, while texts are extended and rolled back as drafts."""
 
 import json
 import sys
@@ -34,7 +34,7 @@ def allowed(state, *tokens):
 
 
 def check_walks(state, language, stop, walks=60):
-    """Ask about texts that go on, and fall back to an earlier one now and then, as drafts do."""
+    """Compare random texts that are extended and sometimes rolled back, as drafts are."""
     random = np.random.default_rng(0)
     for _ in range(walks):
         text: list[int] = []
@@ -57,11 +57,11 @@ def check_walks(state, language, stop, walks=60):
 
 @pytest.mark.parametrize("stop", [True, False], ids=["may end", "no stop token"])
 @pytest.mark.parametrize("name", REGEXES)
-def test_the_allowed_tokens_are_those_that_some_word_goes_on_with(name, stop):
+def test_allowed_tokens_continue_some_word_of_the_language(name, stop):
     check_walks(state_of([STOP] * stop, regex=REGEXES[name]), words(REGEXES[name]), stop)
 
 
-def test_an_ebnf_grammar_is_read_as_genai_reads_it():
+def test_ebnf_grammar_is_read_as_by_genai():
     check_walks(state_of(grammar=EBNF), EBNF_WORDS, stop=True)
 
 
@@ -70,7 +70,7 @@ B_OR_C = S.Tag("a", S.Union([S.ConstString("b"), S.ConstString("c")]), "d")
 
 
 @pytest.mark.parametrize(("at_least_one", "words"), [(True, {"eabda", "eacda"}), (False, {"ea", "eabda", "eacda"})])
-def test_structural_tags_are_read_as_genai_reads_them(at_least_one, words):
+def test_structural_tags_are_read_as_by_genai(at_least_one, words):
     tags = S.TagsWithSeparator([B_OR_C], "e", at_least_one=at_least_one, stop_after_first=True)
     tag = S.Concat([S.ConstString("e"), tags, S.ConstString("a")])
     check_walks(state_of(structural_tags_config=tag), words, stop=True)
@@ -81,12 +81,12 @@ def test_structural_tags_may_follow_each_other():
     assert allowed(state, 0, 1, 5) == allowed(state, 0, 3, 5, 6, 0, 1, 5) == [6, STOP]
 
 
-def test_a_structural_tag_that_is_not_supported_is_refused():
+def test_unsupported_structural_tag_is_rejected():
     with pytest.raises(ValueError, match="Regex is not supported"):
         state_of(structural_tags_config=S.Concat([S.Regex("a"), S.Regex("b")]))
 
 
-def test_a_token_that_ends_the_text_is_no_part_of_it():
+def test_stop_token_is_not_part_of_the_text():
     """ "c" is a stop token here: it may not be written where the grammar has a c."""
     state = state_of([3], [3], regex="a(c|b)?")
     assert allowed(state, 0) == [1, 3]
@@ -94,7 +94,7 @@ def test_a_token_that_ends_the_text_is_no_part_of_it():
     assert allowed(state_of([3], [3], regex="(ac|ab)e"), 0) == [1]
 
 
-def test_forced_tokens_are_spelled_as_the_tokenizer_does_and_others_are_allowed():
+def test_forced_tokens_use_tokenizer_spelling_and_others_are_allowed():
     state = state_of(regex="abcd(a|b)")
     assert state.forced(ids()) == [2, 3, 5]
     assert allowed(state) == [0, 2]
@@ -103,21 +103,21 @@ def test_forced_tokens_are_spelled_as_the_tokenizer_does_and_others_are_allowed(
     assert allowed(state, 0) == [1, 4]
 
 
-def test_a_dead_end_allows_nothing_and_another_text_goes_on():
+def test_dead_end_allows_nothing_and_other_texts_continue():
     state = state_of(regex="ab(x|y)|ac")
     assert allowed(state, 0, 1) == [] and not state.is_over(ids(0, 1))
     assert allowed(state, 0) == [1, 3]
     assert state.is_over(ids(0, 3))
 
 
-def test_a_token_that_is_not_allowed_is_an_error_and_another_text_goes_on():
+def test_disallowed_token_is_an_error_and_other_texts_continue():
     state = state_of(regex="abc")
     with pytest.raises(ValueError, match="the grammar does not allow token 5 after 1 others"):
         state.mask(ids(0, 5))
     assert allowed(state, 0) == [1, 4]
 
 
-def test_special_tokens_are_no_text():
+def test_special_tokens_are_not_text():
     """A text may contain "<|user|>", but not the token of that name."""
     tokenizer = openvino_genai.Tokenizer(str(MAIN))
     compiler = grammars_of(tokenizer, 4096)
@@ -127,7 +127,7 @@ def test_special_tokens_are_no_text():
     assert 0 not in compiler.compile(StructuredOutputConfig(regex="(.|\n)*")).state([], [0]).mask(ids())
 
 
-def test_a_grammar_is_compiled_once():
+def test_grammar_is_compiled_once():
     compiler = grammars()
     first = compiler.compile(StructuredOutputConfig(regex="a+"))
     assert compiler.compile(StructuredOutputConfig(regex="a+")) is first
@@ -155,12 +155,12 @@ def test_a_grammar_is_compiled_once():
         ("grammar", "root ::= other", "Rule 'other' not found"),
     ],
 )
-def test_an_invalid_grammar_is_refused_in_one_sentence(kind, source, words):
+def test_invalid_grammar_gives_one_sentence_error(kind, source, words):
     with pytest.raises(ValueError, match=rf"^structured_output_config.{kind} is invalid: [^\n]*{words}[^\n]*$"):
         grammars().compile(StructuredOutputConfig(**{kind: source}))
 
 
-def test_what_is_not_supported_is_refused_in_one_sentence():
+def test_unsupported_grammar_kind_gives_one_sentence_error():
     with pytest.raises(ValueError, match="has no grammar, but needs one of json_schema, regex, grammar"):
         grammars().compile(StructuredOutputConfig())
     two = StructuredOutputConfig(regex="a")
@@ -172,13 +172,13 @@ def test_what_is_not_supported_is_refused_in_one_sentence():
         grammars().compile(tags)
 
 
-def test_without_llguidance_the_error_names_the_command(monkeypatch):
+def test_missing_llguidance_names_the_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(RuntimeError, match=r"install it: pip install llguidance==1\.9\.1$"):
         grammars().compile(StructuredOutputConfig(regex="a"))
 
 
-def test_the_tokenizer_is_read_for_the_first_grammar_only():
+def test_tokenizer_is_read_only_for_the_first_grammar():
     asked = []
 
     def tokens():

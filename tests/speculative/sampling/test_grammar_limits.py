@@ -1,5 +1,5 @@
-"""Grammars that a client may send to hurt: refused in one sentence, or compiled in bounded time and memory; and small
-random schemas, whose texts a validator accepts."""
+"""Hostile grammars: rejected in one sentence, or compiled in bounded time and memory; and small random schemas, whose
+texts a validator accepts."""
 
 import json
 import string
@@ -68,14 +68,14 @@ COMPILE = (
 
 
 @pytest.mark.parametrize(("kind", "source", "words"), REFUSED, ids=lambda text: text[:20])
-def test_a_grammar_that_would_take_too_long_is_refused_in_one_sentence(kind, source, words):
+def test_too_expensive_grammar_is_rejected_in_one_sentence(kind, source, words):
     with pytest.raises(ValueError, match=f"^structured_output_config[^\\n]*{words}[^\\n]*$") as caught:
         grammars().compile(StructuredOutputConfig(**{kind: source}))
     assert len(str(caught.value)) < 300
 
 
 @pytest.mark.parametrize("name", LONG)
-def test_a_long_chain_does_not_end_the_process(name):
+def test_long_reference_chain_does_not_crash_the_process(name):
     """llguidance recurses: without a larger stack the system kills the process."""
     kind = "grammar" if name == "rules" else "json_schema"
     command = [sys.executable, "-c", COMPILE, kind]
@@ -83,7 +83,7 @@ def test_a_long_chain_does_not_end_the_process(name):
     assert done.returncode in (0, 1) and (not done.returncode or "ValueError: structured_output" in done.stderr)
 
 
-def test_a_grammar_whose_lexer_is_exhausted_is_compiled_again(monkeypatch):
+def test_grammar_with_exhausted_lexer_is_compiled_again(monkeypatch):
     monkeypatch.setattr(grammar, "MOST_LEXER_STATES", 60)
     compiler, config = grammars(), StructuredOutputConfig(regex="(a|b|c|d)*a(a|b|c|d){12}")
     compiled, random, text = compiler.compile(config), np.random.default_rng(0), np.zeros(0, np.int64)
@@ -97,7 +97,7 @@ def test_a_grammar_whose_lexer_is_exhausted_is_compiled_again(monkeypatch):
 
 
 @pytest.mark.parametrize("regex", ["(a{1,1000}){1,1000}", "((a|b){1,1000}){1,1000}", "(.*a.{30}b.*)|(.*c.{40}d.*)"])
-def test_an_expression_that_explodes_is_followed_or_ends_with_an_error(regex):
+def test_exploding_expression_is_followed_or_ends_with_an_error(regex):
     state, text = grammars().compile(StructuredOutputConfig(regex=regex)).state(), np.zeros(0, np.int64)
     try:
         for _ in range(100):
@@ -155,7 +155,7 @@ LETTER_GRAMMARS = letters()
 
 @settings(max_examples=40, deadline=None)
 @given(st.recursive(SCALARS, larger, max_leaves=4), st.integers(0, 2**32))
-def test_texts_of_random_schemas_are_valid_and_a_rollback_gives_the_masks_of_a_new_text(schema, seed):
+def test_random_schemas_give_valid_texts_and_rollback_restores_masks(schema, seed):
     source = json.dumps({**schema, "x-guidance": {"whitespace_flexible": False}})
     compiled = LETTER_GRAMMARS.compile(StructuredOutputConfig(json_schema=source))
     state, random, text = compiled.state({END}, {END}), np.random.default_rng(seed), np.zeros(0, np.int64)
@@ -179,7 +179,7 @@ def test_texts_of_random_schemas_are_valid_and_a_rollback_gives_the_masks_of_a_n
         jsonschema.validate(json.loads("".join(LETTERS[token] for token in text if token != END)), schema)
 
 
-def test_grammars_compiled_at_once_leave_the_stack_size_of_threads_as_it_was():
+def test_concurrent_compilation_restores_the_thread_stack_size():
     before = threading.stack_size()
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(grammar._on_large_stack, lambda: time.sleep(0.2))

@@ -65,12 +65,12 @@ CACHES = {
     "bf16": {**ONE_THREAD, "INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": "bf16"},
 }
 LOOK = 250  # draws with a planted bug between one comparison and the next
-FALSE_ALARM = 2e-8  # the chance that a right engine fails one comparison: one run of all in a million
+FALSE_ALARM = 2e-8  # probability that a correct engine fails one comparison: one full run in a million
 
 DRAFTS = ("same", "good", "useless", "wrong", "lookup")
 RULES = ("K=1", "K=2", "K=4", "K=8", "confidence", "adaptive")
 TEMPERATURES = (1.0, 0.5, 1.5)
-ACCEPTANCE = {  # of a draft token if those before it were: a draft is what it is called
+ACCEPTANCE = {  # of a draft token if those before it were accepted
     "same": (0.99, 1),
     "good": (0.4, 0.98),
     "useless": (0.05, 0.7),
@@ -322,7 +322,7 @@ def checked(load, exact_logits, pytestconfig):
     return functools.cache(lambda case: check(case, load, exact_cells(exact_logits, config_of(case)), draws))
 
 
-def test_draws_have_the_exact_joint_distribution(case, checked):
+def test_samples_have_the_exact_joint_distribution(case, checked):
     acceptance, comparison = checked(case)
     assert comparison.p_value > FALSE_ALARM
     low, high = ACCEPTANCE[case[0]]
@@ -330,7 +330,7 @@ def test_draws_have_the_exact_joint_distribution(case, checked):
 
 
 @pytest.mark.parametrize("draft", [TWO_SOURCES, f"{TWO_SOURCES}, eagle3"])
-def test_with_two_sources_both_draft(draft, load):
+def test_both_of_two_sources_draft(draft, load):
     decoder = load(draft)
     decoder.draft_length = rule("adaptive", draft)
     sample(decoder, settings(), draws=500)
@@ -338,15 +338,15 @@ def test_with_two_sources_both_draft(draft, load):
     assert estimate.of_draft.judged > 20 and estimate.of_matches.judged > 20
 
 
-def test_all_draws_together_have_the_exact_joint_distribution(checked, pytestconfig):
+def test_pooled_samples_have_the_exact_joint_distribution(checked, pytestconfig):
     p_value = pooled([checked(case)[1].p_value for case in cases(pytestconfig)])
     print(f"all draws together: p-value {p_value:.2g}")
     assert p_value > pooled_draws.FALSE_ALARM
 
 
-def test_all_draws_together_find_a_sampler_that_is_wrong_by_a_twentieth(exact_logits):
-    """With a power of 0.9: as many draws as in a run of the cases above, again and again, from what the main model
-    would give if later tokens had a temperature of 0.9 for 1.0; and from what it gives, which passes."""
+def test_pooled_test_detects_a_distribution_5_percent_off(exact_logits):
+    """With a power of 0.9: as many draws as in a run of the cases above, repeatedly, from the main model's distribution
+    with later tokens at a temperature of 0.9 instead of 1.0; and from its own distribution, which passes."""
     right = [exact_cells(exact_logits, config_of(case)) for case in SHORT]
     wrong = [exact_cells(exact_logits, config_of(case), later=config_of(case, 0.9)) for case in SHORT]
     assert 0.03 < np.mean([distance(*pair) for pair in zip(right, wrong, strict=True)]) < 0.06
@@ -354,7 +354,7 @@ def test_all_draws_together_find_a_sampler_that_is_wrong_by_a_twentieth(exact_lo
     assert times_found(right, right, DRAWS, below=0.001) <= 2
 
 
-def test_tokens_behind_a_whole_draft_are_right_too(load, exact_logits):
+def test_tokens_after_a_fully_accepted_draft_are_exact(load, exact_logits):
     config = settings(top_k=2)
     decoder = load("good", once=True)
     decoder.draft_length = FixedDraftLength(4)
@@ -420,7 +420,7 @@ def stale_cache(patch):
     patch.setattr(CachedModel, "common_prefix", lambda self, tokens: min(self._length, len(tokens)))
 
 
-def unsure_draft_tokens_taken_back(patch):
+def unlikely_draft_tokens_dropped(patch):
     propose = DraftModelProposer.propose
 
     def sure_only(self, tokens, transform, random):
@@ -435,7 +435,7 @@ def logits_of_another_leaf(patch):
     patch.setattr(Sequence, "placed_leaves", property(lambda self: leaves(self)[::-1]))
 
 
-def the_token_after_a_leaf_given_by_the_row_that_rejected(patch):
+def token_after_leaf_from_wrong_row(patch):
     verify = Sequence.verify
 
     def wrong(self, logits):
@@ -449,10 +449,10 @@ def the_token_after_a_leaf_given_by_the_row_that_rejected(patch):
     "bug",
     [
         logits_of_another_leaf,
-        the_token_after_a_leaf_given_by_the_row_that_rejected,
+        token_after_leaf_from_wrong_row,
     ],
 )
-def test_the_same_check_finds_a_bug_planted_in_the_tree(bug, load, exact_logits, monkeypatch):
+def test_bugs_planted_in_the_draft_tree_are_detected(bug, load, exact_logits, monkeypatch):
     bug(monkeypatch)
     case = ("eagle3", TREE, 1.0, "all tokens", "paged")
     assert check(case, load, exact_cells(exact_logits, config_of(case)), 3000)[1].p_value < FALSE_ALARM
@@ -497,7 +497,7 @@ BUGS = [
     replacement_of_the_next_row,
     rollback_that_leaves_one_token,
     stale_cache,
-    unsure_draft_tokens_taken_back,
+    unlikely_draft_tokens_dropped,
     draft_probabilities_of_another_temperature,
     draft_probabilities_of_its_whole_vocabulary,
     penalties_that_forget_the_last_token,
@@ -513,7 +513,7 @@ def colder_later_tokens(patch):
     patch.setattr(Distribution, "__call__", wrong)
 
 
-def test_cases_together_find_later_tokens_that_are_a_little_too_cold(load, exact_logits, monkeypatch):
+def test_pooled_cases_detect_slightly_cold_later_tokens(load, exact_logits, monkeypatch):
     """A bug planted in the engine that a single case may miss."""
     cases = [case for case in SHORT if case[3] in ("min-p", "min-new") or case[:2] in CHEAP]
     exact = {case: exact_cells(exact_logits, config_of(case)) for case in cases}
@@ -528,7 +528,7 @@ def p_value_with(bug, load, exact_logits, monkeypatch, draws=2000):
     config = settings(**FILTERS["penalties"])
     cells = exact_cells(exact_logits, config)
     decoder = load("good", once=bug not in (rollback_that_leaves_one_token, stale_cache))
-    decoder.draft_length = FixedDraftLength(1)  # so that the token behind a whole draft is compared, too
+    decoder.draft_length = FixedDraftLength(1)  # so that the token after a fully accepted draft is compared, too
     bug(monkeypatch)
     drawn = []
     for seed in range(draws // LOOK):
@@ -540,7 +540,7 @@ def p_value_with(bug, load, exact_logits, monkeypatch, draws=2000):
     return comparison.p_value
 
 
-def a_copy_where_the_draft_is_unsure(patch):
+def copy_replaces_unlikely_draft_token(patch):
     """With two sources: the choice depends on the draft model's token, which is taken back."""
     propose, suffix = DraftModelProposer.propose, SuffixProposer(VOCABULARY)
 
@@ -551,7 +551,7 @@ def a_copy_where_the_draft_is_unsure(patch):
     patch.setattr(DraftModelProposer, "propose", wrong)
 
 
-def copies_as_if_they_were_drawn(patch):
+def copies_treated_as_sampled(patch):
     """With two sources: a distribution of the other kind."""
     propose = SuffixProposer.propose
 
@@ -562,20 +562,20 @@ def copies_as_if_they_were_drawn(patch):
     patch.setattr(SuffixProposer, "propose", wrong)
 
 
-@pytest.mark.parametrize("bug", [a_copy_where_the_draft_is_unsure, copies_as_if_they_were_drawn])
-def test_the_same_check_finds_a_bug_planted_in_the_choice_of_a_source(bug, load, exact_logits, monkeypatch):
+@pytest.mark.parametrize("bug", [copy_replaces_unlikely_draft_token, copies_treated_as_sampled])
+def test_bugs_planted_in_the_choice_of_source_are_detected(bug, load, exact_logits, monkeypatch):
     bug(monkeypatch)
-    if bug is copies_as_if_they_were_drawn:
+    if bug is copies_treated_as_sampled:
         monkeypatch.setattr(combined, "TRUSTED", 0.3)  # the texts are too short for long matches
     case = (TWO_SOURCES, "K=4", 1.0, "all tokens", "paged")
     assert check(case, load, exact_cells(exact_logits, config_of(case)), 2000)[1].p_value < FALSE_ALARM
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_the_same_check_finds_a_planted_bug(bug, load, exact_logits, monkeypatch):
+def test_planted_bugs_are_detected(bug, load, exact_logits, monkeypatch):
     draws = 5000 if bug is penalties_that_forget_the_last_token else 2000  # which changes few texts
     assert p_value_with(bug, load, exact_logits, monkeypatch, draws) < FALSE_ALARM
 
 
-def test_the_check_passes_where_no_bug_is_planted(load, exact_logits, monkeypatch):
+def test_check_passes_without_a_planted_bug(load, exact_logits, monkeypatch):
     assert p_value_with(nothing, load, exact_logits, monkeypatch) > FALSE_ALARM

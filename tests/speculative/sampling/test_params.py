@@ -1,4 +1,4 @@
-"""SamplingParams: the answers to what a GenerationConfig leaves open, and the configs that are refused."""
+"""SamplingParams: defaults for what a GenerationConfig leaves open, and rejected configs."""
 
 import dataclasses
 import re
@@ -18,7 +18,7 @@ def resolve(config, *arguments, **defaults):
     return SamplingParams.resolve(GenerationConfig(**config), *arguments, **defaults)
 
 
-def test_an_empty_config_is_greedy_and_unlimited():
+def test_empty_config_is_greedy_and_unlimited():
     params = resolve({})
     assert params.greedy and not params.do_sample and params.seed is None
     assert params.max_new_tokens > 2**60 and params.min_new_tokens == 0
@@ -51,20 +51,20 @@ def test_options_keep_their_names_and_values():
     ],
     ids=str,
 )
-def test_an_eos_token_of_the_config_replaces_the_models_stop_tokens(config, ids, all_ids):
+def test_eos_token_of_config_replaces_the_models_stop_tokens(config, ids, all_ids):
     """Further stop tokens do not. With ignore_eos none ends the output; `min_new_tokens` still suppresses them."""
     params = resolve(config, default_stop_token_ids=frozenset({5}))
     assert params.stop_token_ids == ids and params.all_stop_token_ids == all_ids
 
 
-def test_default_stop_tokens_come_from_the_generation_config_or_the_tokenizer(tmp_path):
+def test_default_stop_tokens_come_from_generation_config_or_tokenizer(tmp_path):
     tokenizer = Tokenizer(str(MAIN))
     assert stop_ids_of(tmp_path, tokenizer) == {tokenizer.get_eos_token_id()}
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [6, 7]}', encoding="utf-8")
     assert stop_ids_of(tmp_path, tokenizer) == {6, 7}
 
 
-def test_a_tokenizer_without_an_eos_id_names_no_stop_token(tmp_path):
+def test_tokenizer_without_eos_id_has_no_stop_token(tmp_path):
     """Its id -1 would be the last entry of the vocabulary, which `min_new_tokens` would suppress."""
     for part in ("openvino_tokenizer", "openvino_detokenizer"):
         for suffix in (".xml", ".bin"):
@@ -113,7 +113,7 @@ def test_max_new_tokens_overrides_max_length_within_the_context(
     ],
     ids=str,
 )
-def test_a_prompt_that_leaves_no_room_is_refused(config, num_prompt_tokens, words):
+def test_prompt_that_leaves_no_room_is_rejected(config, num_prompt_tokens, words):
     with pytest.raises(ValueError, match=words):
         resolve(config, num_prompt_tokens, 10)
 
@@ -122,7 +122,7 @@ def test_a_prompt_that_leaves_no_room_is_refused(config, num_prompt_tokens, word
     ("rng_seed", "seed", "resolved"),
     [(0, None, None), (7, None, 7), (7, 9, 9), (7, 0, 0), (0, 0, 0)],
 )
-def test_a_seed_overrides_the_configs(rng_seed, seed, resolved):
+def test_seed_argument_overrides_rng_seed(rng_seed, seed, resolved):
     assert resolve(dict(rng_seed=rng_seed), seed=seed).seed == resolved  # rng_seed 0: unset
 
 
@@ -137,11 +137,11 @@ def test_a_seed_overrides_the_configs(rng_seed, seed, resolved):
     ],
     ids=str,
 )
-def test_greedy_means_no_sampling_or_no_temperature(config, greedy):
+def test_greedy_means_no_sampling_or_zero_temperature(config, greedy):
     assert resolve(config).greedy == greedy
 
 
-def test_params_do_not_change():
+def test_params_are_immutable():
     config = GenerationConfig(do_sample=True, stop_token_ids={3}, stop_strings={"a"})
     params, again = SamplingParams.resolve(config), SamplingParams.resolve(config)
     assert params == again and hash(params) == hash(again)
@@ -152,7 +152,7 @@ def test_params_do_not_change():
             setattr(params, field.name, None)
 
 
-# What is refused.
+# Rejected configs.
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_params_do_not_change():
         ("frequency_penalty", -2.5),
     ],
 )
-def test_a_value_out_of_range_is_refused_in_one_sentence(name, value):
+def test_value_out_of_range_gives_one_sentence_error(name, value):
     with pytest.raises(ValueError, match=rf"^{name} is {value:g}, but must be [^\n]+$"):
         resolve(dict(do_sample=True, **{name: value}))
 
@@ -186,7 +186,7 @@ def test_a_value_out_of_range_is_refused_in_one_sentence(name, value):
     ],
     ids=lambda config: next(iter(config)),
 )
-def test_what_is_not_supported_is_refused_by_name(config):
+def test_unsupported_option_is_rejected_by_name(config):
     resolve(dict(do_sample=True, temperature=0.7, num_assistant_tokens=3, stop_strings={"x"}))
     with pytest.raises(ValueError, match=rf"^{next(iter(config))}\S* is not supported here: leave it [^\n]+$"):
         resolve(config)
@@ -204,12 +204,12 @@ def test_what_is_not_supported_is_refused_by_name(config):
     ],
     ids=str,
 )
-def test_what_genai_refuses_is_refused_in_one_sentence(config, words):
+def test_options_that_genai_rejects_are_rejected(config, words):
     with pytest.raises(ValueError, match=words):
         resolve(config)
 
 
-def test_what_is_at_the_end_of_its_range_is_accepted():
+def test_values_at_range_limits_are_accepted():
     resolve(dict(max_new_tokens=3, min_new_tokens=3, stop_token_ids={0, 5}))
     resolve(dict(assistant_confidence_threshold=1.0))
     for penalty in (-2, 2):

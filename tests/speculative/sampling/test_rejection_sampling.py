@@ -40,7 +40,7 @@ class Exhausted(Exception):
 
 
 class Numbers:
-    """Stands for numpy.random.Generator and returns chosen numbers."""
+    """Replaces numpy.random.Generator and returns chosen numbers."""
 
     def __init__(self, *numbers):
         self.numbers = list(numbers)
@@ -180,19 +180,19 @@ GOOD = Pair([[2, 3, 1], [0, 4, 2], [1, 1, 4]], [[1, 4, 1], [2, 1, 3], [2, 3, 1]]
 
 @exactly
 @given(pairs(), st.integers(0, 4))
-def test_text_is_distributed_as_the_main_model_alone(pair, K):
+def test_text_has_the_main_models_distribution(pair, K):
     assert speculative_text(pair, K + 1, K) == pair.text(K + 1)
 
 
 @settings(max_examples=50, deadline=None)
 @given(pairs(), st.integers(1, 2))
-def test_over_several_iterations_too(pair, K):
+def test_several_iterations_are_exact(pair, K):
     assert speculative_text(pair, 4, K) == pair.text(4)
 
 
 @exactly
 @given(pairs(), st.sets(st.lists(st.integers(0, 3), min_size=1, max_size=2).map(tuple)))
-def test_draft_length_may_depend_on_all_that_is_drafted(pair, stops):
+def test_draft_length_may_depend_on_all_drafted_tokens(pair, stops):
     assert speculative_text(pair, 3, 3, goes_on=lambda drafted: drafted not in stops) == pair.text(3)
 
 
@@ -202,17 +202,17 @@ def certain(drafted, pair=GOOD):
     return pair.draft[token][x] * 2 >= UNITS
 
 
-def test_stopping_behind_an_unlikely_token_does_not_bias():
+def test_stopping_after_an_unlikely_token_does_not_bias():
     assert speculative_text(GOOD, 3, 2, goes_on=certain) == GOOD.text(3)
 
 
-def test_dropping_an_unlikely_token_does_bias():
+def test_dropping_an_unlikely_token_biases():
     assert speculative_text(GOOD, 3, 2, keeps=certain) != GOOD.text(3)
 
 
 @exactly
 @given(pairs())
-def test_accepts_as_often_as_can_be(pair):
+def test_acceptance_probability_is_maximal(pair):
     """The sum over x of min(p(x), q(x)): Leviathan et al., section 3.2."""
     accepted = sum(
         weight * share
@@ -223,7 +223,7 @@ def test_accepts_as_often_as_can_be(pair):
     assert accepted == Fraction(sum(map(min, pair.main[0], pair.draft[0])), UNITS)
 
 
-# Planted bugs, and one other rule that is exact.
+# Planted bugs, and another rule that is exact.
 
 
 def accepting(accepts, replaces=lambda p, q, i, random: draw(residual(p(i), q[i]), random), bonus=lambda n: n):
@@ -266,11 +266,11 @@ BUGS = {
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_a_planted_bug_is_found(bug):
+def test_planted_bugs_are_detected(bug):
     assert speculative_text(GOOD, 3, 2, verify=BUGS[bug]) != GOOD.text(3)
 
 
-def test_what_is_no_bug_is_not_found():
+def test_rewritten_rule_without_bug_passes():
     assert speculative_text(GOOD, 3, 2, verify=accepting(right)) == GOOD.text(3)
 
 
@@ -280,13 +280,13 @@ def match(drafted, q, p, random):
 
 @exactly
 @given(pairs(), st.integers(0, 2))
-def test_matching_is_exact_whatever_is_drafted(pair, K):
+def test_match_verification_is_exact_for_any_draft(pair, K):
     assert speculative_text(pair, K + 1, K, verify=match) == pair.text(K + 1)
 
 
 @exactly
 @given(pairs(), st.integers(0, 3))
-def test_a_draft_that_is_not_random_is_accepted_as_often_by_matching(pair, token):
+def test_deterministic_draft_is_accepted_as_often_by_matching(pair, token):
     vocabulary = len(pair.main)
     certain = [UNITS * (x == token % vocabulary) for x in range(vocabulary)]
     pair = Pair(pair.main, [certain] * vocabulary)
@@ -297,7 +297,7 @@ def test_a_draft_that_is_not_random_is_accepted_as_often_by_matching(pair, token
     assert accepted[0] == accepted[1]
 
 
-# What an iteration asks for, and what it refuses.
+# Evaluated rows, and rejected input.
 
 
 def one_hot(token, vocabulary=3):
@@ -306,7 +306,7 @@ def one_hot(token, vocabulary=3):
     return row
 
 
-def test_the_main_model_is_asked_no_further_than_the_first_rejection():
+def test_main_model_is_not_evaluated_beyond_the_first_rejection():
     rows, asked = [one_hot(1), one_hot(2), one_hot(0), one_hot(1)], []
 
     def p(i):
@@ -321,18 +321,18 @@ def test_the_main_model_is_asked_no_further_than_the_first_rejection():
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_what_draft_and_main_agree_on_is_always_accepted(dtype):
-    """Also by the largest random number there is, which rounds to 1 in float32."""
+def test_equal_distributions_are_always_accepted(dtype):
+    """Even for the largest possible random number, which rounds to 1 in float32."""
     row = np.array([0.1, 0.2, 0.7], dtype)
     assert verify([0, 2, 1], [row] * 3, lambda i: row, Numbers(*[ALMOST_ONE] * 4)).accepted == 3
 
 
-def test_what_the_main_model_excludes_is_never_accepted():
+def test_token_excluded_by_main_model_is_never_accepted():
     row = np.array([0, 0.5, 0.5])
     assert verify([0], [np.array([0.5, 0.5, 0])], lambda i: row, Numbers(0.0, 0.0)) == (0, 2)
 
 
-def test_a_rejection_by_rounding_alone_is_replaced_from_the_main_model():
+def test_rejection_by_rounding_is_replaced_from_main_model():
     """If q exceeds p everywhere by rounding, there is no residual to sample from."""
     p = np.array([0.25, 0.25, 0.5], np.float32)
     q = np.nextafter(p, np.float32(1))
@@ -342,7 +342,7 @@ def test_a_rejection_by_rounding_alone_is_replaced_from_the_main_model():
 
 @settings(deadline=None)
 @given(st.integers(0, 2**32), st.integers(2, 300), st.sampled_from([1e-7, 1e-3, 1.0, 30.0]))
-def test_accepted_and_replaced_add_up_to_p_in_float32_as_well(seed, vocabulary, difference):
+def test_accepted_and_residual_probability_sum_to_p_in_float32(seed, vocabulary, difference):
     """q min(1, p / q) + (rejected) residual = p, with p and q as near or far as they come, with exact zeros."""
     random = np.random.default_rng(seed)
     logits = random.standard_normal(vocabulary) * 5
@@ -359,7 +359,7 @@ def test_accepted_and_replaced_add_up_to_p_in_float32_as_well(seed, vocabulary, 
 
 
 @pytest.mark.parametrize("impossible", [0.0, float("nan")])
-def test_a_token_the_draft_cannot_have_drawn_is_refused(impossible):
+def test_impossible_draft_token_is_rejected(impossible):
     q = np.array([impossible, 0.5, 0.5])
     with pytest.raises(ValueError, match=r"^draft token 0 at index 0 has probability (0.0|nan) in the draft's"):
         verify([0], [q], lambda i: q, np.random.default_rng(0))
@@ -370,7 +370,7 @@ def test_a_token_the_draft_cannot_have_drawn_is_refused(impossible):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("vocabulary", [1, 2, 511, 512, 513, 5000])
-def test_every_token_is_drawn_by_the_numbers_that_are_its_share(dtype, vocabulary):
+def test_each_token_is_drawn_by_its_share_of_random_numbers(dtype, vocabulary):
     random = np.random.default_rng(vocabulary)
     probabilities = random.dirichlet(np.ones(vocabulary)).astype(dtype)
     probabilities[random.random(vocabulary) < 0.3] = 0
@@ -384,7 +384,7 @@ def test_every_token_is_drawn_by_the_numbers_that_are_its_share(dtype, vocabular
 
 @settings(deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([0.0, ALMOST_ONE]) | st.floats(0, ALMOST_ONE))
-def test_a_token_of_probability_zero_is_never_drawn(seed, number):
+def test_token_of_probability_zero_is_never_drawn(seed, number):
     random = np.random.default_rng(seed)
     probabilities = random.dirichlet(np.full(2000, 0.1)).astype(np.float32)
     probabilities[random.random(2000) < 0.9] = 0
@@ -396,21 +396,21 @@ def test_a_token_of_probability_zero_is_never_drawn(seed, number):
 
 @pytest.mark.parametrize("token", [0, 511, 512, 75_000, 150_015, 150_016])
 @pytest.mark.parametrize("number", [0.0, 0.5, ALMOST_ONE])
-def test_certainty_in_a_large_vocabulary(token, number):
+def test_one_hot_in_a_large_vocabulary_is_drawn(token, number):
     assert draw(one_hot(token, 150_017), Numbers(number)) == token
 
 
 @pytest.mark.parametrize("probabilities", [[0.0, 0.0], [float("nan"), 1.0]])
-def test_nothing_to_draw_is_said(probabilities):
+def test_drawing_from_nothing_is_an_error(probabilities):
     with pytest.raises(ValueError, match=r"^cannot sample a token from probabilities that sum to (0.0|nan)$"):
         draw(np.array(probabilities), np.random.default_rng(0))
 
 
-# The whole method over functions.
+# Speculative decoding as a whole, with functions as models.
 
 
 @pytest.mark.parametrize("K", [0, 1, 2])
-def test_the_whole_method_is_exact_with_every_random_number_enumerated(K, monkeypatch):
+def test_speculative_decoding_is_exact_for_every_random_number(K, monkeypatch):
     def program(random, seen):
         def seen_draw(probabilities, random):
             seen.append(draw(probabilities, random))
@@ -428,14 +428,14 @@ def test_the_whole_method_is_exact_with_every_random_number_enumerated(K, monkey
 
 @pytest.mark.parametrize("K", [0, 1, 4])
 @pytest.mark.parametrize("new_tokens", [0, 1, 2, 5, 11])
-def test_it_gives_what_is_asked_and_a_perfect_draft_is_always_accepted(K, new_tokens):
+def test_requested_tokens_are_returned_and_perfect_draft_is_accepted(K, new_tokens):
     steps = list(speculative_decoding(GOOD.p, GOOD.p, [0], new_tokens, K, np.random.default_rng(0)))
     assert sum(len(gained) for gained, _ in steps) == new_tokens
     assert all(accepted == len(gained) - 1 for gained, accepted in steps)
     assert [len(gained) for gained, _ in steps[:-1]] == [K + 1] * (len(steps) - 1)
 
 
-def test_greedy_text_is_the_main_models_whatever_the_draft():
+def test_greedy_text_equals_the_main_models_for_any_draft():
     random = np.random.default_rng(0)
     likely, drafted = random.integers(0, 3, (2, 3))
     expected = [0]
@@ -453,7 +453,7 @@ def test_greedy_text_is_the_main_models_whatever_the_draft():
     [OneHot(1, 4), OneHot(2, 4), np.array([0.1, 0.2, 0.3, 0.4]), Sparse(np.array([1, 3]), np.array([0.25, 0.75]), 4)],
     ids=["q 1", "q 2", "q", "q of two tokens"],
 )
-def test_certain_or_sparse_is_its_array(p, q):
+def test_one_hot_and_sparse_equal_their_dense_arrays(p, q):
     assert np.asarray(OneHot(2, 4)).tolist() == [0, 0, 1, 0] and len(OneHot(2, 4)) == 4
     arrays = np.asarray(p, np.float64), np.asarray(q, np.float64)
     for x in np.flatnonzero(arrays[1]):
@@ -468,7 +468,7 @@ def test_certain_or_sparse_is_its_array(p, q):
             assert ours == theirs
 
 
-def test_a_sparse_distribution_is_0_elsewhere():
+def test_sparse_distribution_is_zero_elsewhere():
     q = Sparse(np.array([2, 5, 7]), np.array([0.125, 0.375, 0.5], np.float32), 9)
     assert len(q) == 9 and np.asarray(q).tolist() == [0, 0, 0.125, 0, 0, 0.375, 0, 0.5, 0]
     assert [q[token] for token in range(9)] == np.asarray(q).tolist()

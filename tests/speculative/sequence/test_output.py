@@ -29,7 +29,7 @@ def test_tokens_after_a_stop_string_are_not_counted():
 
 @pytest.mark.parametrize("stops", [set(), {"z"}])
 @pytest.mark.parametrize("include", [False, True])
-def test_a_stop_token_can_be_hidden(stops, include):
+def test_stop_token_can_be_hidden(stops, include):
     config = {"stop_strings": stops, "include_stop_str_in_output": include, "stop_token_ids": {3}}
     output = processor(hides_stop_token=True, **config)
     output.take(Step([0, 1], 0, 0))
@@ -40,7 +40,7 @@ def test_a_stop_token_can_be_hidden(stops, include):
     assert result.tokens == [0, 1, 2, 3] and result.gained == [2]
 
 
-def test_without_a_stop_string_all_tokens_are_counted():
+def test_all_tokens_are_counted_without_a_stop_string():
     output = processor()
     output.take(Step([0], 0, 0))
     output.take(Step([1, 2, 3], 2, 5))

@@ -13,7 +13,7 @@ def tokenizer(tmp_path_factory):
 
 
 @pytest.mark.parametrize("special", [False, True])
-def test_a_text_that_the_tokenizer_cuts_is_refused(tokenizer, special):
+def test_text_truncated_by_the_tokenizer_is_rejected(tokenizer, special):
     text = "a = b\n" * 50
     assert tokenizer.encode(text, add_special_tokens=special).input_ids.shape == [1, 64]
     with pytest.raises(TextTooLong, match=r"^the text has 64 tokens or more.*: shorten the text, or convert"):
@@ -22,7 +22,7 @@ def test_a_text_that_the_tokenizer_cuts_is_refused(tokenizer, special):
         encode([{"role": "user", "content": text}], tokenizer)
 
 
-def test_shorter_texts_are_encoded_whole(tokenizer):
+def test_shorter_texts_are_encoded_completely(tokenizer):
     text = "a = b\n" * 10
     assert tokenizer.decode(encode_text(text, tokenizer).tolist()) == text
     assert encode_text("", tokenizer).tolist() == []

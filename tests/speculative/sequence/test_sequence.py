@@ -39,7 +39,7 @@ def draft(text, *tokens):
     ],
     ids=str,
 )
-def test_a_prompt_beyond_the_limits_is_refused(prompt, config, words):
+def test_prompt_beyond_the_limits_is_rejected(prompt, config, words):
     with pytest.raises(ValueError, match=words):
         text_of(prompt, **config)
 
@@ -54,7 +54,7 @@ def test_a_prompt_beyond_the_limits_is_refused(prompt, config, words):
     ],
     ids=str,
 )
-def test_a_prompt_within_the_limits_may_grow_up_to_them(prompt, config, longest):
+def test_prompt_within_the_limits_can_grow_up_to_them(prompt, config, longest):
     text = text_of(prompt, **config)
     assert text.max_length == longest
     while not text.is_finished:
@@ -62,7 +62,7 @@ def test_a_prompt_within_the_limits_may_grow_up_to_them(prompt, config, longest)
     assert len(text.token_ids) == longest
 
 
-def test_drafts_are_of_use_behind_the_first_token_up_to_the_last_but_one_and_not_behind_an_end():
+def test_drafting_is_possible_between_first_and_last_token_only():
     text = text_of([1, 2, STOP], max_new_tokens=4)
     assert not text.can_draft
     verify(text, 3)
@@ -88,7 +88,7 @@ def test_drafts_are_of_use_behind_the_first_token_up_to_the_last_but_one_and_not
     ],
     ids=str,
 )
-def test_what_the_main_model_says_too_is_accepted(main_tokens, gained):
+def test_draft_tokens_equal_to_the_main_models_are_accepted(main_tokens, gained):
     text = text_of([1, 2], max_new_tokens=8)
     verify(text, 3)
     draft(text, 4, 5, 6)
@@ -97,14 +97,14 @@ def test_what_the_main_model_says_too_is_accepted(main_tokens, gained):
     assert text.token_ids.tolist() == [1, 2, 3, *tokens] and text.is_finished == (STOP in tokens) and not text.drafted
 
 
-def test_a_text_ends_at_the_first_of_its_ends():
+def test_sequence_ends_at_the_first_stop_token():
     text = text_of([1], max_new_tokens=8, stop_token_ids={4, 5})
-    verify(text, STOP)  # where the config names others, it is no end
+    verify(text, STOP)  # the config names other stop tokens
     draft(text, 4, 5)
     assert verify(text, 4, 5, 6) == Step([4], 2, 2) and text.is_finished
 
 
-def test_penalties_are_for_what_was_generated():
+def test_penalties_apply_to_generated_tokens_only():
     text = text_of([1, 1, 2], do_sample=True, presence_penalty=1.0)
     p = text.distribution(np.zeros(WIDTH, np.float32), np.array([1, 1, 2, 3, 4]))
     assert np.flatnonzero(p < p.max()).tolist() == [3, 4]

@@ -25,7 +25,7 @@ def splits(text):
 
 
 def could_begin(text, stops):
-    """The length of the longest end of `text` that one of `stops` begins with, by trying all."""
+    """The length of the longest suffix of `text` that is a prefix of one of `stops`, by brute force."""
     return max(n for n in range(len(text) + 1) if n == 0 or any(stop.startswith(text[-n:]) for stop in stops))
 
 
@@ -52,7 +52,7 @@ def check(pieces, stops, include, pushed):
 
 
 @pytest.mark.parametrize("stop", STOPS)
-def test_a_stop_string_ends_the_text_however_tokens_cut_it(stop):
+def test_stop_string_ends_the_text_for_any_token_split(stop):
     """Every text of six letters, every split of it into tokens; one, two or all tokens at a time."""
     for i, text in enumerate(TEXTS):
         for j, pieces in enumerate(splits(text)):
@@ -60,14 +60,14 @@ def test_a_stop_string_ends_the_text_however_tokens_cut_it(stop):
 
 
 @pytest.mark.parametrize("stops", [["ac", "b"], ["\n\n", "c"], ["aab", "c"], ["abc", "ba", "\n"]], ids=str)
-def test_several_stop_strings(stops):
+def test_several_stop_strings_are_supported(stops):
     for text in ("aacab", "aaaac", "aabac", "a\n\nc", "ab\nab", "\nc\n\n", "aaabca"):
         for pieces in splits(text):
             check(pieces, stops, include=False, pushed=1)
 
 
-def test_a_stop_string_of_two_real_tokens():
-    """Wherever it is in the text, and at every border between pushes."""
+def test_stop_string_can_span_two_real_tokens():
+    """At any place in the text, and at any chunk boundary."""
     tokenizer = openvino_genai.Tokenizer(str(MAIN))
     tokens = tokenizer.encode("def is_prime(n):\n    return n > 1 and é == 2\n").input_ids.data[0].tolist()
     text = tokenizer.decode(tokens)
@@ -103,8 +103,8 @@ def steps_of_python(action):
     return lines
 
 
-@pytest.mark.parametrize("stop", ["{}b", "b{}", "{}"], ids=["almost there all the time", "never", "again and again"])
-def test_a_long_stop_string_takes_no_more_time_a_token_than_a_short_one(stop):
+@pytest.mark.parametrize("stop", ["{}b", "b{}", "{}"], ids=["always a partial match", "no match", "repeated match"])
+def test_long_stop_string_costs_no_more_time_per_token(stop):
     """One client's stop strings must not delay all requests."""
 
     def steps(length):
@@ -158,7 +158,7 @@ def cleaned(text):
 
 @pytest.mark.parametrize("stop", [(), ("main'.", "never")], ids=["no stop string", "stop string"])
 @pytest.mark.parametrize("pushed", [1, 2, 7])
-def test_spaces_that_a_detokenizer_removes_later_are_held_back(pushed, stop):
+def test_spaces_removed_later_by_the_detokenizer_are_held_back(pushed, stop):
     for begin in range(len(CLEANED)):
         pieces = CLEANED[begin:] + CLEANED[:begin]
         stream = IncrementalDetokenizer(
@@ -176,27 +176,27 @@ def test_spaces_that_a_detokenizer_removes_later_are_held_back(pushed, stop):
 
 @pytest.mark.parametrize("last", [("s", "x"), (" ", ".", "x"), (" s", "x"), (" '", "s"), (" n", "'t")])
 @pytest.mark.parametrize("before", [10, 11, 12, 13, 14, 15])
-def test_the_end_of_a_window_is_no_end_of_a_clean_up(before, last):
+def test_window_end_does_not_split_a_clean_up(before, last):
     pieces = ["w"] * before + [" =", " '", " '", *last, " end", "."]
     stream = IncrementalDetokenizer(lambda ids: cleaned("".join(pieces[i] for i in ids)), cleans_up=True)
     assert "".join(stream.push([i])[0] for i in range(len(pieces))) + stream.end() == cleaned("".join(pieces))
 
 
-def test_what_a_clean_up_shortens_to_an_uncertain_end_comes_once():
+def test_text_shortened_by_clean_up_is_sent_once():
     pieces = ["for", " n", " '", " ", "x"]
     stream = IncrementalDetokenizer(lambda ids: cleaned("".join(pieces[i] for i in ids)), cleans_up=True)
     assert "".join(stream.push([i])[0] for i in range(len(pieces))) + stream.end() == cleaned("".join(pieces))
 
 
 @pytest.mark.parametrize(("before", "text"), [("x = '", "success'"), ("a ", ". b"), ("n", "'t")])
-def test_a_clean_up_of_the_end_of_a_context_costs_no_letters(before, text):
+def test_clean_up_at_the_context_end_loses_no_characters(before, text):
     pieces = [before, *text]
     stream = IncrementalDetokenizer(lambda ids: cleaned("".join(pieces[i] for i in ids)), cleans_up=True, context=[0])
     assert "".join(stream.push([i])[0] for i in range(1, len(pieces))) + stream.end() == text
 
 
 @pytest.mark.export
-def test_a_real_tokenizer_that_cleans_up_streams_its_text(tmp_path):
+def test_real_tokenizer_with_clean_up_streams_its_text(tmp_path):
     openvino_tokenizers, transformers = (
         importlib.import_module(name) for name in ("openvino_tokenizers", "transformers")
     )
@@ -216,14 +216,14 @@ def test_a_real_tokenizer_that_cleans_up_streams_its_text(tmp_path):
 
 
 @pytest.mark.parametrize("context", [[], [90], list(range(50, 90))])
-def test_a_text_behind_others_keeps_its_first_space(context):
+def test_text_after_a_context_keeps_its_first_space(context):
     stream = IncrementalDetokenizer(lambda ids: "".join(f" {i}" for i in ids)[1:], context=context)
     text = "".join(stream.push([i])[0] for i in range(40)) + stream.end()
     assert text == stream.text == (" " if context else "") + " ".join(map(str, range(40)))
 
 
 @pytest.mark.parametrize("pushed", [1, 3, 20])
-def test_words_of_a_decoder_that_strips_the_first_space_stay_apart(pushed):
+def test_words_stay_separated_if_the_decoder_strips_first_space(pushed):
     """SentencePiece drops the space before the first token that it decodes, whichever that is."""
     stream = IncrementalDetokenizer(lambda ids: "".join(f" {i}" for i in ids)[1:])
     text = ""
