@@ -48,7 +48,7 @@ EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}
 TINY = {**EXACT, "INFERENCE_NUM_THREADS": "1", "ENABLE_CPU_PINNING": "NO"}
 CODE = ROOT / "scripts/prompts/embedded_code.jsonl"
 PROMPTS = [json.loads(line)["prompt"] for line in CODE.read_text(encoding="utf-8").splitlines()]
-FALSE_ALARM = 2e-8  # the chance that a right engine fails one comparison
+FALSE_ALARM = 2e-8  # the probability that a correct engine fails one comparison
 RULES = ({"num_assistant_tokens": 1}, {"num_assistant_tokens": 7}, {"assistant_confidence_threshold": 0.5}, {})
 
 
@@ -117,14 +117,14 @@ def blocks_are_back(decoder):
     return all(pool.free == pool.blocks and pool.reserved == 0 for pool in pools)
 
 
-def test_a_request_needs_no_more_room_than_the_context_has(make, monkeypatch):
+def test_request_needs_at_most_the_context_length_of_cache(make, monkeypatch):
     decoder = make()
     monkeypatch.setattr(decoder.main, "context", 128)
     assert decoder.has_room(2003) and decoder.add_request([5, 6, 7], greedy(2000)).sequence.max_length == 128
 
 
 @pytest.mark.parametrize("source", ["model", "lookup", "past answers", "two sources", None])
-def test_greedy_tokens_are_those_of_each_text_alone(source, make, alone, monkeypatch):
+def test_greedy_tokens_equal_those_of_each_request_alone(source, make, alone, monkeypatch):
     """Requests with different lengths and policies join when there is room, and some are cancelled."""
     monkeypatch.setattr(batch_decoder, "PREFILL_CHUNK", 24)  # so that prompts come in pieces
     random = np.random.default_rng(0)
@@ -154,7 +154,7 @@ def test_greedy_tokens_are_those_of_each_text_alone(source, make, alone, monkeyp
     assert (drafted > 50) == (source is not None)
 
 
-def test_a_generation_is_recorded_as_by_the_decoder_of_one_text(make, models, tokenizer):
+def test_result_equals_that_of_the_single_request_decoder(make, models, tokenizer):
     config = greedy(40, num_assistant_tokens=3)
     one = Decoder(
         cached_model.load(ModelSpec(DRAFT, "CPU", EXACT)),
@@ -174,8 +174,8 @@ def test_a_generation_is_recorded_as_by_the_decoder_of_one_text(make, models, to
     assert 0 < got.ttft < got.seconds
 
 
-def test_texts_end_where_they_would_alone(make, models, tokenizer):
-    """Stop tokens, stop strings, max_length and the context's end, all in one batch; streamed text is the text."""
+def test_requests_end_where_they_would_alone(make, models, tokenizer):
+    """Stop tokens, stop strings, max_length and the context's end, all in one batch; streams equal the results."""
     decoder = make(context=200)
     whole = decoder.add_request(PROMPTS[0], greedy(60))
     finish(decoder)
@@ -212,7 +212,7 @@ def test_texts_end_where_they_would_alone(make, models, tokenizer):
     assert blocks_are_back(decoder)
 
 
-def test_pieces_of_a_text_that_the_tokenizer_cleans_up_are_the_text(models, tokenizer):
+def test_streamed_pieces_join_to_text_with_tokenizer_clean_up(models, tokenizer):
     decoder = BatchDecoder(BatchModel(models[0]), None, costs(), cleaning_up(tokenizer))
     config = greedy(40, do_sample=True, temperature=1.5)
     request = decoder.add_request(PROMPTS[0], config, seed=1, stream=True, logit_bias=only(tokenizer, " ", "."))
@@ -221,7 +221,7 @@ def test_pieces_of_a_text_that_the_tokenizer_cleans_up_are_the_text(models, toke
     assert "".join(pieces) == request.result.text == as_written.replace(" .", ".") != as_written
 
 
-def test_a_prompt_is_read_beside_running_texts_and_does_not_stall_them(make, alone, monkeypatch):
+def test_prefill_does_not_stall_running_requests(make, alone, monkeypatch):
     monkeypatch.setattr(batch_decoder, "PREFILL_CHUNK", 32)
     decoder = make()
     running = decoder.add_request(PROMPTS[0], greedy(100, num_assistant_tokens=1))
@@ -238,8 +238,8 @@ def test_a_prompt_is_read_beside_running_texts_and_does_not_stall_them(make, alo
 
 
 @pytest.mark.parametrize("source", ["past answers", "two sources"])
-def test_an_answer_that_was_given_before_is_copied_from_the_past(source, make, alone):
-    """Whole, from its first tokens on, if the requests have the same salt."""
+def test_repeated_answer_is_copied_from_past_answers(source, make, alone):
+    """The whole answer is copied, from its first tokens on, if the requests have the same salt."""
     decoder, passes = make(source), []
     for salt in (b"mine", b"mine", b"another's"):
         request = decoder.add_request(PROMPTS[3], greedy(60, num_assistant_tokens=7), salt=salt)
@@ -249,7 +249,7 @@ def test_an_answer_that_was_given_before_is_copied_from_the_past(source, make, a
     assert again <= 10 < first == another
 
 
-def test_a_seeded_text_with_a_draft_model_is_the_same_whatever_was_answered_before(make):
+def test_seeded_text_with_draft_model_ignores_past_answers(make):
     decoder = make("two sources")
     results = []
     for _ in range(2):
@@ -260,7 +260,7 @@ def test_a_seeded_text_with_a_draft_model_is_the_same_whatever_was_answered_befo
 
 
 @pytest.mark.parametrize("ended", ["cancelled", "failed"])
-def test_what_has_not_ended_well_is_no_past_answer(ended, make):
+def test_cancelled_or_failed_request_is_no_past_answer(ended, make):
     decoder = make("past answers")
     request = decoder.add_request(PROMPTS[0], greedy(60))
     for _ in range(5):
@@ -273,7 +273,7 @@ def test_what_has_not_ended_well_is_no_past_answer(ended, make):
     assert request.result.tokens and not len(decoder.suffix.past.of(b"").tokens)
 
 
-def test_a_seeded_request_follows_the_batch_as_its_text_does_not_depend_on_drafts(make):
+def test_seeded_request_without_draft_model_follows_batch_policy(make):
     texts = []
     for source in ("lookup", None):
         decoder = make(source)
@@ -284,7 +284,7 @@ def test_a_seeded_request_follows_the_batch_as_its_text_does_not_depend_on_draft
     assert texts[0] == texts[1]
 
 
-def test_the_same_seed_gives_the_same_text_whatever_else_is_in_the_batch(make):
+def test_same_seed_gives_same_text_in_any_batch(make):
     config = greedy(40, do_sample=True, temperature=1.1, num_assistant_tokens=3)
     decoder = make()
     quiet = decoder.add_request(PROMPTS[0], config, seed=7)
@@ -302,7 +302,7 @@ def test_the_same_seed_gives_the_same_text_whatever_else_is_in_the_batch(make):
     assert crowded.result.proposed == quiet.result.proposed
 
 
-def test_a_full_cache_is_told_before_a_request_starts(make):
+def test_full_cache_is_reported_before_a_request_starts(make):
     decoder = make()
     room = decoder.main.pool.blocks * 32
     assert decoder.has_room(room)
@@ -322,7 +322,7 @@ def test_a_full_cache_is_told_before_a_request_starts(make):
     finish(decoder)
 
 
-def test_a_request_that_only_the_drafts_cache_has_no_room_for_takes_no_room(make):
+def test_request_rejected_by_the_draft_cache_frees_main_cache(make):
     decoder = make()
     other = decoder.draft.pool.reserve(640)
     with pytest.raises(OutOfBlocks):
@@ -342,19 +342,19 @@ def test_a_request_that_only_the_drafts_cache_has_no_room_for_takes_no_room(make
         ([5000], greedy(5), "5000"),
     ],
 )
-def test_what_cannot_be_done_is_refused_in_one_sentence(make, prompt, config, word):
+def test_invalid_request_gives_one_sentence_error(make, prompt, config, word):
     decoder = make()
     with pytest.raises(ValueError, match=word) as error:
         decoder.add_request(prompt, config)
     assert "\n" not in str(error.value) and not decoder.has_unfinished_requests and blocks_are_back(decoder)
 
 
-def test_a_model_without_a_paged_cache_is_refused():
+def test_model_without_paged_cache_is_rejected():
     with pytest.raises(ValueError, match="batching needs a paged cache, but this model has one of kind 'stateful'"):
         BatchModel(cached_model.load(ModelSpec(DRAFT, "CPU", EXACT), stateful=True))
 
 
-def test_a_request_that_fails_leaves_the_others_alone(make, alone, monkeypatch):
+def test_failing_request_does_not_affect_others(make, alone, monkeypatch):
     """NaN logits end one request; a failed forward pass affects all and can be retried."""
     decoder = make()
     good, bad = decoder.add_request(PROMPTS[0], greedy(30)), decoder.add_request(PROMPTS[1], greedy(30))
@@ -374,7 +374,7 @@ def test_a_request_that_fails_leaves_the_others_alone(make, alone, monkeypatch):
     assert good.result.tokens == alone(PROMPTS[0], 60)[:30] and blocks_are_back(decoder)
 
 
-def test_a_draft_with_a_shorter_context_proposes_nothing_beyond_it(models, tokenizer, alone):
+def test_draft_with_shorter_context_stops_at_its_end(models, tokenizer, alone):
     main, draft = models
     decoder = BatchDecoder(BatchModel(main), BatchModel(draft, 60), costs(), tokenizer)
     requests = [decoder.add_request(prompt, greedy(60, num_assistant_tokens=4)) for prompt in PROMPTS[:2]]
@@ -385,7 +385,7 @@ def test_a_draft_with_a_shorter_context_proposes_nothing_beyond_it(models, token
     assert blocks_are_back(decoder)
 
 
-def test_load_measures_and_serves(noisy_draft):
+def test_load_measures_costs_and_decodes(noisy_draft):
     decoder = batch_decoder.load(DRAFT, noisy_draft, cache_tokens=2048)
     assert decoder.main.context == 1024 and decoder.cache_bytes > 0
     requests = [decoder.add_request(prompt, greedy(20)) for prompt in PROMPTS[:4]]
@@ -395,7 +395,7 @@ def test_load_measures_and_serves(noisy_draft):
     assert "adaptive draft length for the batch" in requests[0].result.draft_length and blocks_are_back(decoder)
 
 
-def test_without_a_prefix_cache_no_blocks_are_shared(noisy_draft):
+def test_no_blocks_are_shared_without_prefix_cache(noisy_draft):
     decoder = batch_decoder.load(DRAFT, noisy_draft, cache_tokens=1024, prefix_cache=False)
     decoder.add_request(np.arange(100, 200), greedy(8, num_assistant_tokens=2))
     finish(decoder)
@@ -410,12 +410,12 @@ def test_without_a_prefix_cache_no_blocks_are_shared(noisy_draft):
         (dict(max_ngram_size=16, past_answers=-1), "past_answers is -1"),
     ],
 )
-def test_draft_sources_that_cannot_be(options, word):
+def test_invalid_draft_sources_are_rejected(options, word):
     with pytest.raises(ValueError, match=word):
         batch_decoder.load(MAIN, **options)
 
 
-def test_blocks_are_taken_as_texts_grow_and_never_twice():
+def test_blocks_are_allocated_as_sequences_grow_and_never_twice():
     pool, random = BlockPool(50, 4), np.random.default_rng(0)
     leases = {}
     for _ in range(2000):
@@ -502,7 +502,7 @@ def crowd(tiny, requests, suffix=None, shared=None, model=True):
         while waiting and going < 24 and random.random() < 0.9:
             prompt, config, seed = waiting.pop()
             added.append(decoder.add_request(list(prompt), config))
-            added[-1].sequence.random = np.random.default_rng(seed)  # with a seed, the batch's rule would not serve
+            added[-1].sequence.random = np.random.default_rng(seed)  # with a seed, the batch policy would not apply
             going += 1
         going -= sum(gain.request.finished for gain in decoder.step())
         most = max(most, going)
@@ -541,14 +541,14 @@ def drawn(tiny):
 
 
 @pytest.mark.parametrize("rule", range(len(RULES)), ids=lambda i: str(RULES[i]))
-def test_concurrent_draws_have_the_exact_joint_distribution(rule, drawn, cells):
+def test_concurrent_samples_have_the_exact_joint_distribution(rule, drawn, cells):
     found = p_values(drawn(rule), cells)
     assert min(found) > FALSE_ALARM and pooled(found) > pooled_draws.FALSE_ALARM
 
 
 @pytest.mark.parametrize("model", [False, True], ids=["alone", "beside the draft model"])
 @pytest.mark.parametrize("rule", [{}, {"num_assistant_tokens": 3}], ids=str)
-def test_concurrent_draws_with_suffix_decoding_have_the_exact_joint_distribution(rule, model, tiny, cells):
+def test_concurrent_samples_with_suffix_decoding_are_exact(rule, model, tiny, cells):
     """The drafts come from the text and from the answers before, which are samples of the same few texts."""
     source = SuffixProposer(VOCABULARY, past=PastAnswers(300))
     found = p_values(texts_drawn(tiny, rule, DRAWS, seed=9, suffix=source, model=model), cells)
@@ -557,7 +557,7 @@ def test_concurrent_draws_with_suffix_decoding_have_the_exact_joint_distribution
 
 
 @pytest.mark.parametrize("rule", [{}, {"num_assistant_tokens": 3}], ids=str)
-def test_concurrent_draws_with_another_tokenizer_have_the_exact_joint_distribution(rule, tiny, cells):
+def test_concurrent_samples_with_another_tokenizer_are_exact(rule, tiny, cells):
     """The draft has two token ids exchanged for others, a token of two letters, and none for the sixth."""
     found = p_values(texts_drawn(tiny, rule, DRAWS, seed=10, shared=shared_letters()), cells)
     assert min(found) > FALSE_ALARM and pooled(found) > pooled_draws.FALSE_ALARM
@@ -581,7 +581,7 @@ def accept_the_likeliest(patch):
     patch.setattr(rejection_sampling, "verify_match", wrong)
 
 
-def a_second_draw_where_the_first_is_not_the_draft(patch):
+def second_draw_after_a_mismatch(patch):
     match = rejection_sampling.verify_match
 
     def wrong(drafted, p, random):
@@ -593,24 +593,24 @@ def a_second_draw_where_the_first_is_not_the_draft(patch):
 
 @pytest.mark.parametrize(
     ("bug", "draws"),
-    [(accept_all, DRAWS), (accept_the_likeliest, DRAWS), (a_second_draw_where_the_first_is_not_the_draft, 3 * DRAWS)],
+    [(accept_all, DRAWS), (accept_the_likeliest, DRAWS), (second_draw_after_a_mismatch, 3 * DRAWS)],
 )
-def test_draws_with_suffix_decoding_show_a_planted_bug(bug, draws, tiny, cells, monkeypatch):
+def test_samples_with_suffix_decoding_show_planted_bugs(bug, draws, tiny, cells, monkeypatch):
     bug(monkeypatch)
     source = SuffixProposer(VOCABULARY, past=PastAnswers(300))
     drawn = texts_drawn(tiny, {"num_assistant_tokens": 3}, draws, suffix=source, model=False)
     assert min(p_values(drawn, cells)) < FALSE_ALARM
 
 
-def test_all_concurrent_draws_together_have_the_exact_joint_distribution(drawn, cells):
+def test_pooled_concurrent_samples_are_exact(drawn, cells):
     """The texts of all policies have one distribution."""
     together = {prompt: [text for i in range(len(RULES)) for text in drawn(i)[prompt]] for prompt in TEXTS}
     found = p_values(together, cells)
     assert min(found) > FALSE_ALARM and pooled(found) > pooled_draws.FALSE_ALARM
 
 
-def test_all_concurrent_draws_together_find_later_tokens_that_are_a_little_too_cold(folders, cells):
-    """With a power of 0.9: a temperature of 0.9 for 1.0, a total variation of 0.04 to 0.11."""
+def test_pooled_samples_detect_slightly_cold_later_tokens(folders, cells):
+    """With a power of 0.9: a temperature of 0.9 instead of 1.0, a total variation of 0.04 to 0.11."""
     main = cached_model.load(ModelSpec(folders[0], "CPU", TINY), capacity=64)
     right = [cells[prompt] for prompt in TEXTS]
     wrong = [exact_cells(main, prompt, options, later=0.9) for prompt, options in TEXTS.items()]
@@ -626,7 +626,7 @@ def one_at_a_time(folders):
     decoder, random = Decoder(main, DraftModelProposer(draft, main.vocab_size)), np.random.default_rng(2)
     requests = []
     for seed in range(60):
-        rule = RULES[seed % 3]  # what the batch's own rule drafts depends on the batch
+        rule = RULES[seed % 3]  # what the batch policy drafts depends on the batch
         config = greedy(int(random.integers(2, 20)), do_sample=seed % 2 == 0, **rule)
         requests.append((random.integers(0, 8, random.integers(1, 42)), config, seed))
     return requests, [decoder.generate(*request[:2], seed=request[2]) for request in requests]
@@ -640,12 +640,12 @@ def share_that_differs(tiny, one_at_a_time):
     return np.mean([a is None or any(getattr(a, name) != getattr(b, name) for name in names) for a, b in pairs])
 
 
-def test_texts_in_a_crowd_are_what_they_are_alone(tiny, one_at_a_time):
+def test_batched_requests_equal_single_requests(tiny, one_at_a_time):
     """Tokens, and what was drafted, accepted and when, greedy and sampled."""
     assert share_that_differs(tiny, one_at_a_time) == 0
 
 
-def blocks_of_another_text(patch):
+def blocks_of_another_request(patch):
     """Bug: a request gets the blocks of another one that has as many."""
     blocks, last = Slot.blocks, {}
 
@@ -664,7 +664,7 @@ def blocks_in_the_wrong_order(patch):
     patch.setattr(Slot, "blocks", lambda self, tokens: blocks(self, tokens)[::-1].copy())
 
 
-def rows_swapped_between_texts(patch):
+def rows_swapped_between_requests(patch):
     logits = BatchModel.logits
 
     def swapped(self, parts):
@@ -692,7 +692,7 @@ def rollback_that_leaves_one_token(patch, room=MAIN_ROOM):
     patch.setattr(PagedModel, "run_together", off_by_one)
 
 
-def positions_that_go_on_from_text_to_text(patch):
+def positions_continue_across_sequences(patch):
     put = PagedModel._put
 
     def wrong(self, name, values):
@@ -706,7 +706,7 @@ def stale_draft_cache(patch):
     rollback_that_leaves_one_token(patch, DRAFT_ROOM)
 
 
-def draft_tokens_of_another_text(patch):
+def draft_tokens_of_another_request(patch):
     """Bug: a request gets the draft logits of another one. The output is still correct, only slower."""
     read = BatchDecoder._read
 
@@ -720,7 +720,7 @@ def draft_tokens_of_another_text(patch):
     patch.setattr(BatchDecoder, "_read", staticmethod(swapped))
 
 
-def one_stream_of_random_numbers_for_all(patch):
+def shared_random_stream(patch):
     one = np.random.default_rng(0)
     patch.setattr(sequence.Sequence, "random", property(lambda self: one, lambda self, own: None), raising=False)
 
@@ -736,20 +736,20 @@ def draft_distribution_of_the_text_before(patch):
 
 
 BUGS = {  # and whether the distribution of a few hundred draws shows them
-    blocks_of_another_text: True,
+    blocks_of_another_request: True,
     blocks_in_the_wrong_order: True,
-    rows_swapped_between_texts: True,
-    positions_that_go_on_from_text_to_text: True,
+    rows_swapped_between_requests: True,
+    positions_continue_across_sequences: True,
     rollback_that_leaves_one_token: True,
     draft_distribution_of_the_text_before: False,
-    one_stream_of_random_numbers_for_all: False,
-    draft_tokens_of_another_text: False,
+    shared_random_stream: False,
+    draft_tokens_of_another_request: False,
     stale_draft_cache: False,
 }
 
 
 @pytest.mark.parametrize("bug", [bug for bug, shows in BUGS.items() if shows])
-def test_draws_show_a_planted_bug(bug, tiny, cells, monkeypatch):
+def test_samples_show_planted_bugs(bug, tiny, cells, monkeypatch):
     bug(monkeypatch)
 
     def shows(draws):
@@ -760,12 +760,12 @@ def test_draws_show_a_planted_bug(bug, tiny, cells, monkeypatch):
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_texts_in_a_crowd_show_a_planted_bug(bug, tiny, one_at_a_time, monkeypatch):
+def test_batched_requests_show_planted_bugs(bug, tiny, one_at_a_time, monkeypatch):
     bug(monkeypatch)
     assert share_that_differs(tiny, one_at_a_time) > 0.1
 
 
-def test_inferences_have_few_sizes():
+def test_forward_passes_have_few_sizes():
     """Each shape costs memory for as long as the server runs."""
     sizes = [rounded_up(n) for n in range(1, 1025)]
     assert sizes[:16] == list(range(1, 17))
@@ -775,7 +775,7 @@ def test_inferences_have_few_sizes():
 
 @pytest.mark.parametrize("width", [0, 120])  # the latter needs more than one block of padding
 @pytest.mark.parametrize("tokens", [16, 17, 33, 39, 100])
-def test_padding_changes_nothing(models, tokens, width):
+def test_padding_does_not_change_results(models, tokens, width):
     """Each row equals that of its sequence alone, and the caches of other sequences are unchanged."""
     backend = models[1].backend
     text = (np.arange(tokens, dtype=np.int64) * 7919 + 1) % models[1].vocab_size
@@ -791,7 +791,7 @@ def test_padding_changes_nothing(models, tokens, width):
     assert not np.allclose(both[3:], alone[-3:], atol=0.1)
 
 
-def test_passes_are_padded_to_one_size_where_a_change_takes_long(tiny):
+def test_passes_are_padded_to_one_size_if_changes_are_expensive(tiny):
     """The texts stay the same."""
     sizes, texts = [], []
     for change in (0.0, 100.0):
@@ -808,7 +808,7 @@ def test_passes_are_padded_to_one_size_where_a_change_takes_long(tiny):
     assert changes[1] < 5 < changes[0]
 
 
-def test_an_inference_has_one_of_the_few_sizes(models):
+def test_forward_pass_is_rounded_up_to_a_known_size(models):
     """The tokens of the sequence, and its rows of logits."""
     backend = models[1].backend
     backend.run_together([SequenceInput(np.arange(2, dtype=np.int32), 0, np.arange(33), 17)])
@@ -816,7 +816,7 @@ def test_an_inference_has_one_of_the_few_sizes(models):
     assert shapes == [rounded_up(33), rounded_up(17)] == [36, 18]
 
 
-def test_a_capacity_that_fills_no_whole_block_can_be_used_up():
+def test_capacity_that_is_no_multiple_of_a_block_can_be_used_up():
     """50 tokens in blocks of 32."""
     tokens = (np.arange(50) * 7 + 3) % 4096
     tight, roomy = (cached_model.load(ModelSpec(DRAFT, "CPU", EXACT), capacity=capacity) for capacity in (50, 64))
@@ -825,7 +825,7 @@ def test_a_capacity_that_fills_no_whole_block_can_be_used_up():
     assert batch.has_room(50) and batch.pool.needed(50) == batch.pool.blocks == 2
 
 
-def test_a_sequence_longer_than_its_blocks_is_refused(models):
+def test_sequence_longer_than_its_blocks_is_rejected(models):
     """OpenVINO would write out of bounds."""
     backend = models[1].backend
     one, other = (np.array([block], np.int32) for block in (0, 1))
@@ -886,7 +886,7 @@ FAILURES = (
 
 @pytest.mark.parametrize("crowd", ["alone", "with others", "with a prompt being read"])
 @pytest.mark.parametrize("failure", FAILURES)
-def test_a_request_that_fails_ends_with_its_error_and_the_others_go_on(failure, crowd, make, alone, monkeypatch):
+def test_failing_request_ends_with_its_error_and_others_continue(failure, crowd, make, alone, monkeypatch):
     monkeypatch.setattr(batch_decoder, "PREFILL_CHUNK", 32)
     decoder = make()
     bad = decoder.add_request(PROMPTS[1], greedy(8, num_assistant_tokens=3), stream=True)
@@ -914,7 +914,7 @@ def test_a_request_that_fails_ends_with_its_error_and_the_others_go_on(failure, 
     assert again.result.tokens == alone(PROMPTS[1], 60)[:8]
 
 
-def test_a_penalty_that_makes_the_drafts_logits_infinite_ends_its_request_alone(tiny, tmp_path):
+def test_infinite_draft_logits_end_only_their_request(tiny, tmp_path):
     """A client can cause this: the main model's logits are valid, the draft's are not."""
     folder = save_tiny_llama(tmp_path / "large", seed=1, bias=np.full(8, 50, np.float32))
     draft = cached_model.load(ModelSpec(folder, "CPU", TINY), capacity=DRAFT_ROOM)
@@ -930,7 +930,7 @@ def test_a_penalty_that_makes_the_drafts_logits_infinite_ends_its_request_alone(
     assert not decoder.has_unfinished_requests and blocks_are_back(decoder)
 
 
-def test_an_inference_that_fails_behind_a_request_that_did_can_be_tried_again(make, alone, monkeypatch):
+def test_failed_pass_after_a_failed_request_can_be_retried(make, alone, monkeypatch):
     decoder = make()
     good, bad = (decoder.add_request(prompt, greedy(20, num_assistant_tokens=2)) for prompt in PROMPTS[:2])
     while good.sequence.is_prefill or bad.sequence.is_prefill:
@@ -946,7 +946,7 @@ def test_an_inference_that_fails_behind_a_request_that_did_can_be_tried_again(ma
     assert good.result.tokens == alone(PROMPTS[0], 60)[:20] and blocks_are_back(decoder)
 
 
-def test_a_seeded_text_stays_the_same_when_a_step_is_tried_again(make, monkeypatch):
+def test_seeded_text_is_unchanged_when_a_step_is_retried(make, monkeypatch):
     texts = []
     for fails in (False, True):
         decoder = make()
@@ -964,7 +964,7 @@ def test_a_seeded_text_stays_the_same_when_a_step_is_tried_again(make, monkeypat
     assert texts[0] == texts[1]
 
 
-def test_waiting_prompts_are_compared_only_as_far_as_they_are_scheduled(monkeypatch):
+def test_waiting_prompts_are_compared_only_as_far_as_scheduled(monkeypatch):
     """Comparing all with all in each iteration would take a second with hundreds of them."""
     compared, can_wait_for = [], ScheduledTokens.can_wait_for
     monkeypatch.setattr(
@@ -979,7 +979,7 @@ def test_waiting_prompts_are_compared_only_as_far_as_they_are_scheduled(monkeypa
 
 
 @pytest.mark.parametrize("named", ["seed", "rng_seed"])
-def test_a_seed_gives_the_same_text_whatever_the_batchs_rule_does(named, tiny):
+def test_same_seed_gives_same_text_whatever_the_batch_policy_does(named, tiny):
     """Without a policy in the config, and with costs that change between batches."""
 
     def text(draft, others):
@@ -997,7 +997,7 @@ def test_a_seed_gives_the_same_text_whatever_the_batchs_rule_does(named, tiny):
     assert text(0.0, 0) == text(50.0, 0) == text(0.5, 8)
 
 
-def test_without_a_seed_the_batchs_rule_decides(tiny):
+def test_batch_policy_applies_without_a_seed(tiny):
     decoder = BatchDecoder(BatchModel(tiny[0], 64), BatchModel(tiny[1], 64), costs())
     config = greedy(40, do_sample=True)
     requests = [decoder.add_request([1, 5], config), decoder.add_request([1, 5], greedy(40), 7)]
@@ -1007,7 +1007,7 @@ def test_without_a_seed_the_batchs_rule_decides(tiny):
 
 
 @pytest.mark.parametrize("tokens", [23, 24, 25, 48, 49])
-def test_a_prompt_is_read_in_as_few_inferences_as_its_pieces_need(tokens, tiny, monkeypatch):
+def test_prompt_is_read_in_as_few_passes_as_its_chunks_need(tokens, tiny, monkeypatch):
     monkeypatch.setattr(batch_decoder, "PREFILL_CHUNK", 24)
     decoder = BatchDecoder(BatchModel(tiny[0], 64), None, costs())
     request = decoder.add_request(np.arange(tokens) % 8, greedy(1))
@@ -1018,9 +1018,9 @@ def test_a_prompt_is_read_in_as_few_inferences_as_its_pieces_need(tokens, tiny, 
 @pytest.mark.parametrize(
     ("seconds", "piece"),
     [({1: 1.0, 2: 100.0}, 8), ({1: 1.0, 101: 10.0}, 22), ({1: 1.0, 501: 2.0}, 32)],
-    ids=["the least", "what fits into three times as long", "the most"],
+    ids=["minimum", "three times a plain pass", "maximum"],
 )
-def test_a_prompt_is_read_in_pieces_that_running_texts_can_wait_for(seconds, piece, tiny, monkeypatch):
+def test_prefill_chunk_size_limits_the_delay_of_running_requests(seconds, piece, tiny, monkeypatch):
     monkeypatch.setattr(batch_decoder, "PREFILL_CHUNK", 32)
     rule = BatchDraftLength(LatencyCurve(seconds), LatencyCurve({1: 0.2}), LatencyCurve({1: 0.1}))
     monkeypatch.setattr(rule.main, "update", lambda *_: None)  # not from this machine's clock
@@ -1054,8 +1054,8 @@ class RecordingPolicy(BatchDraftLength):
         super().update_main(verified, prompts, gained, seconds)
 
 
-def test_the_batchs_rule_hears_what_an_iteration_has_in_it(tiny):
-    """One text with a rule of its own, one that the batch's rule serves, one that can draft no more, and a prompt."""
+def test_batch_policy_receives_the_contents_of_an_iteration(tiny):
+    """One request with its own policy, one under the batch policy, one that cannot draft any more, and a prompt."""
     dear = LatencyCurve({1: 1.0, 64: 64.0})
     rule = RecordingPolicy(LatencyCurve({1: 1.0, 64: 640.0}), dear, dear)  # drafting never helps
     decoder = BatchDecoder(BatchModel(tiny[0], 64), BatchModel(tiny[1], 64), rule)
@@ -1070,8 +1070,8 @@ def test_the_batchs_rule_hears_what_an_iteration_has_in_it(tiny):
     finish(decoder)
 
 
-def test_the_first_error_of_a_request_is_its_error(tiny, monkeypatch):
-    """Ending its text fails, too."""
+def test_first_error_of_a_request_is_reported(tiny, monkeypatch):
+    """Finishing the request fails, too."""
     decoder = BatchDecoder(BatchModel(tiny[0], 64), None, costs())
     request = decoder.add_request([1, 5], greedy(3))
     monkeypatch.setattr(request.sequence, "verify", fail)
@@ -1094,8 +1094,8 @@ def narrow(tmp_path_factory):
     return cached_model.load(ModelSpec(file.parent, "CPU", TINY), capacity=DRAFT_ROOM)
 
 
-def test_a_draft_is_not_asked_about_tokens_it_does_not_know(narrow, tiny):
-    """Its embedding ends before them: what it would read there is not its own."""
+def test_draft_is_not_used_after_tokens_outside_its_vocabulary(narrow, tiny):
+    """Its embedding table ends before these ids: a read would be out of bounds."""
     assert narrow.vocab_size == 6
     decoder = BatchDecoder(BatchModel(tiny[0], 64), BatchModel(narrow, 64), costs())
     prompts = {True: [1, 5, 2], False: [1, 6, 2]}

@@ -111,8 +111,8 @@ def greedy(tokens, **options):
 
 
 def assert_greedy_tokens_are_those_of(plain, decoders, prompts, tokens=48):
-    """The engine with each of `decoders` equals GenAI without a draft. The last one has a draft that is right and
-    wrong."""
+    """The engine with each of `decoders` equals GenAI without a draft. The last one has a draft with some
+    correct and some wrong tokens."""
     accepted = 0
     for prompt in prompts:
         expected = plain(prompt, tokens)
@@ -128,36 +128,34 @@ def every_kind(make):
     return [make(source=None), make(source="lookup"), *both, *(make(rule) for rule in RULES)]
 
 
-def test_greedy_tokens_are_those_of_the_main_model_alone(make, plain):
+def test_greedy_tokens_equal_main_model_alone(make, plain):
     assert_greedy_tokens_are_those_of(plain, every_kind(make), PROMPTS[::4])
 
 
 @pytest.mark.long
-def test_greedy_tokens_of_all_prompts_are_those_of_the_main_model_alone(make, plain):
+def test_greedy_tokens_of_all_prompts_equal_main_model_alone(make, plain):
     assert len(PROMPTS) >= 20
     assert_greedy_tokens_are_those_of(plain, every_kind(make), PROMPTS)
 
 
-def test_greedy_tokens_of_the_embedded_pair_are_those_of_its_main_model_alone(make_embedded, plain_embedded):
+def test_greedy_tokens_of_embedded_pair_equal_main_model_alone(make_embedded, plain_embedded):
     assert_greedy_tokens_are_those_of(plain_embedded, [make_embedded(RULES[-1])], PROMPTS[:2], tokens=32)
 
 
 @pytest.mark.long
-def test_greedy_tokens_of_the_embedded_pair_are_those_of_its_main_model_alone_however_it_drafts(
-    make_embedded, plain_embedded
-):
+def test_greedy_tokens_of_embedded_pair_are_exact_for_every_policy(make_embedded, plain_embedded):
     assert_greedy_tokens_are_those_of(plain_embedded, every_kind(make_embedded), PROMPTS[::5])
     long = make_embedded(RULES[-1]).generate(PROMPTS[0], greedy(500))
     assert long.tokens == plain_embedded(PROMPTS[0], 500)
 
 
-def test_long_greedy_text_is_that_of_the_main_model_alone(make, plain):
+def test_long_greedy_text_equals_main_model_alone(make, plain):
     expected = plain(PROMPTS[0], 500)
     for rule in RULES[1:]:
         assert make(rule).generate(PROMPTS[0], greedy(500)).tokens == expected
 
 
-def test_greedy_tokens_equal_genais_with_the_draft(make, tokenizer, folders):
+def test_greedy_tokens_equal_those_of_genai_with_the_draft(make, tokenizer, folders):
     pipe = genai.load(*(ModelSpec(folder, "CPU", EXACT) for folder in folders))
     for k, prompt in itertools.product((2, 5), PROMPTS[:3]):
         theirs = genai.generate(pipe, genai.encode(tokenizer, prompt), 80, k)
@@ -165,7 +163,7 @@ def test_greedy_tokens_equal_genais_with_the_draft(make, tokenizer, folders):
         assert ours.tokens == theirs.tokens
 
 
-def test_a_draft_that_is_the_main_model_is_always_accepted(models, tokenizer):
+def test_draft_that_is_the_main_model_is_always_accepted(models, tokenizer):
     one = Decoder(
         models[0],
         DraftModelProposer(cached_model.load(ModelSpec(DRAFT, "CPU", EXACT)), models[0].vocab_size),
@@ -176,7 +174,7 @@ def test_a_draft_that_is_the_main_model_is_always_accepted(models, tokenizer):
     assert result.acceptance_rate == 1 and result.block_efficiency == 4 and result.position_acceptance == [1, 1, 1]
 
 
-def test_a_tree_of_the_config_is_a_chain_and_leaves(make):
+def test_tree_of_the_config_is_a_chain_with_leaves(make):
     steps = [*make().stream(PROMPTS[0], greedy(40, num_assistant_tokens=8, tree_depth=2))]
     assert {(step.proposed, step.leaves) for step in steps[1:-2]} == {(2, 6)}
     assert any(step.ends_in_leaf for step in steps) and not any(step.leaves > 6 for step in steps)
@@ -202,7 +200,7 @@ def test_passes_keep_their_size_after_an_accepted_leaf(models, make, monkeypatch
     assert len(accepted) > 2 and set(sizes[accepted[0] :]) == {6}, (accepted, sizes)
 
 
-def test_a_tree_needs_paged_attention_and_no_grammar(models, make, tokenizer):
+def test_tree_requires_paged_attention_and_no_grammar(models, make, tokenizer):
     stateful = Decoder(cached_model.load(ModelSpec(DRAFT, "CPU", EXACT), stateful=True), tokenizer=tokenizer)
     structure = {"structured_output_config": openvino_genai.StructuredOutputConfig(regex="a+")}
     for one, more in ((stateful, {}), (make(), structure)):
@@ -212,8 +210,8 @@ def test_a_tree_needs_paged_attention_and_no_grammar(models, make, tokenizer):
     assert not any(step.leaves for step in without.stream(np.arange(5), greedy(20)))
 
 
-def test_leaves_leave_room_in_the_context(models, tokenizer):
-    """Their cache entries are behind those of the draft tokens."""
+def test_leaves_fit_in_the_remaining_context(models, tokenizer):
+    """Their cache entries follow those of the draft tokens."""
     main, draft = (cached_model.load(ModelSpec(DRAFT, "CPU", EXACT), capacity=24) for _ in range(2))
     decoder = Decoder(main, DraftModelProposer(draft, main.vocab_size), FixedDraftLength(2, 8))
     config = GenerationConfig(max_new_tokens=100, ignore_eos=True)
@@ -223,7 +221,7 @@ def test_leaves_leave_room_in_the_context(models, tokenizer):
     assert tokens == Decoder(main).generate(np.arange(4), config).tokens
 
 
-def test_draft_settings_of_the_config_have_genais_names(make):
+def test_config_uses_genai_names_for_draft_settings(make):
     one = make(FixedDraftLength(2))
     assert set(one.generate(PROMPTS[0], greedy(30, num_assistant_tokens=5)).proposed[:-1]) == {5}
     assert set(one.generate(PROMPTS[0], greedy(30)).proposed[:-1]) == {2}
@@ -231,7 +229,7 @@ def test_draft_settings_of_the_config_have_genais_names(make):
 
 
 @pytest.mark.parametrize("wanted", [1, 2, 5, 6, 7])
-def test_never_more_tokens_than_asked(make, wanted):
+def test_never_more_tokens_than_requested(make, wanted):
     result = make().generate(PROMPTS[1], greedy(wanted, num_assistant_tokens=5))
     assert len(result.tokens) == len(result.from_draft) == wanted and result.finish_reason == "length"
     assert sum(result.gained) == wanted - 1 and all(k < wanted for k in result.proposed)
@@ -243,7 +241,7 @@ def test_max_length_counts_the_prompt(make):
     assert len(one.encode(PROMPTS[0])) + len(one.generate(PROMPTS[0], config).tokens) == 40
 
 
-def test_text_ends_at_the_end_token_even_when_the_draft_proposed_it(make, plain):
+def test_text_ends_at_eos_even_if_the_draft_proposed_it(make, plain):
     config = GenerationConfig(max_new_tokens=120)
     ends = []
     for prompt in PROMPTS:
@@ -284,7 +282,7 @@ def test_stop_strings_end_the_text_exactly(make):
         assert make().generate(PROMPTS[0], config).text == before + stop
 
 
-def test_streamers_get_all_and_may_stop(make):
+def test_streamers_receive_all_text_and_can_stop(make):
     pieces = []
     whole = make().generate(PROMPTS[2], greedy(50), pieces.append)
     assert "".join(pieces) == whole.text and len(pieces) > 5
@@ -308,13 +306,13 @@ def test_streamers_get_all_and_may_stop(make):
 
 
 @pytest.mark.parametrize("answer", [True, StreamingStatus.STOP, StreamingStatus.CANCEL])
-def test_a_text_ends_whichever_way_its_streamer_stops_it(answer, make):
+def test_every_stop_value_of_a_streamer_ends_the_text(answer, make):
     pieces = []
     result = make().generate(PROMPTS[2], greedy(50), lambda text: pieces.append(text) or answer)
     assert len(pieces) == 1 and result.finish_reason == "cancelled" and len(result.tokens) < 50
 
 
-def test_pieces_of_a_text_that_the_tokenizer_cleans_up_are_the_text(models, tokenizer):
+def test_streamed_pieces_join_to_text_with_tokenizer_clean_up(models, tokenizer):
     one, pieces = Decoder(models[0], tokenizer=cleaning_up(tokenizer)), []
     config = greedy(40, do_sample=True, temperature=1.5)
     result = one.generate(PROMPTS[0], config, pieces.append, seed=1, logit_bias=only(tokenizer, " ", "."))
@@ -322,14 +320,14 @@ def test_pieces_of_a_text_that_the_tokenizer_cleans_up_are_the_text(models, toke
     assert "".join(pieces) == result.text == as_written.replace(" .", ".") != as_written
 
 
-def test_a_streamer_that_fails_leaves_the_decoder_free(make):
+def test_failing_streamer_leaves_the_decoder_free(make):
     one = make()
     with pytest.raises(ZeroDivisionError):
         one.generate(PROMPTS[2], greedy(20), lambda text: 1 / 0)
     assert len(one.generate(PROMPTS[2], greedy(20)).tokens) == 20
 
 
-def test_chat_turns_cost_only_what_is_new(make, models):
+def test_chat_turn_computes_only_new_tokens(make, models):
     one = make()
     history = [{"role": "user", "content": "Write a function that adds two numbers."}]
     first = one.generate(history, GenerationConfig(max_new_tokens=40))
@@ -339,10 +337,10 @@ def test_chat_turns_cost_only_what_is_new(make, models):
     assert held >= len(one.encode(history[:1]))  # the first turn at least
     second = one.generate(history, greedy(40))
     one.reset()
-    assert one.generate(history, greedy(40)).tokens == second.tokens  # and the cache does not show
+    assert one.generate(history, greedy(40)).tokens == second.tokens  # the cache makes no difference
 
 
-def test_the_same_seed_gives_the_same_text(make):
+def test_same_seed_gives_the_same_text(make):
     one = make(AdaptiveDraftLength(COSTS))
     config = GenerationConfig(max_new_tokens=60, ignore_eos=True, do_sample=True, temperature=1.2)
     first = one.generate(PROMPTS[0], config, seed=7)
@@ -354,7 +352,7 @@ def test_the_same_seed_gives_the_same_text(make):
     assert one.generate(PROMPTS[0], config).tokens == first.tokens
 
 
-def test_seeded_text_with_prompt_lookup_is_that_of_the_main_model_alone(make):
+def test_seeded_text_with_prompt_lookup_equals_main_model_alone(make):
     """Draft tokens that are not random need no random number of their own."""
     config = GenerationConfig(max_new_tokens=60, do_sample=True, temperature=0.7, top_k=20, ignore_eos=True)
     config.num_assistant_tokens, accepted = 5, 0
@@ -365,7 +363,7 @@ def test_seeded_text_with_prompt_lookup_is_that_of_the_main_model_alone(make):
     assert accepted > 20
 
 
-def test_a_seeded_text_is_the_same_after_calls_with_another_draft_length(models, tokenizer):
+def test_seeded_text_is_unaffected_by_other_draft_lengths(models, tokenizer):
     """At default precision, where the padding of the adaptive length changes how logits are rounded."""
     main, draft = (cached_model.load(ModelSpec(folder), capacity=512) for folder in (MAIN, DRAFT))
     costs = Costs(0.0003, {1: 0.00145, 4: 0.0016, 17: 0.0026}, main_change=0.0016)
@@ -377,7 +375,7 @@ def test_a_seeded_text_is_the_same_after_calls_with_another_draft_length(models,
         assert one.generate(PROMPTS[0], sampled, seed=seed).tokens == before
 
 
-def test_a_call_that_is_refused_does_not_disturb_the_text_under_way(make):
+def test_rejected_call_does_not_disturb_the_running_stream(make):
     one = make(FixedDraftLength(3))
     config = GenerationConfig(max_new_tokens=40, ignore_eos=True, do_sample=True, temperature=1.2)
     alone = one.generate(PROMPTS[0], config, seed=7).tokens
@@ -392,7 +390,7 @@ def test_a_call_that_is_refused_does_not_disturb_the_text_under_way(make):
     assert tokens == alone
 
 
-def test_a_streamer_that_stops_gets_no_more_and_one_without_text_is_refused(make, models):
+def test_stopped_streamer_receives_no_more_and_needs_a_tokenizer(make, models):
     pieces = []
     config = greedy(60, stop_strings={"   Z"})  # holds blanks back
     result = make().generate("def read_file(path):", config, lambda text: bool(pieces.append(text)) or len(pieces) == 1)
@@ -419,14 +417,14 @@ class WithFirstToken:
     [("hi", None), ([{"role": "user", "content": "hi"}], None), ("hi", GenerationConfig(apply_chat_template=False))],
     ids=["text", "chat", "text without the template"],
 )
-def test_a_prompt_has_the_first_token_of_its_tokenizer_once(prompt, config):
+def test_prompt_has_the_bos_token_once(prompt, config):
     assert decoder.encode(prompt, WithFirstToken(), config).tolist() == [1, 5, 6]
 
 
 @pytest.mark.parametrize(
     "chat", [[{"role": "user", "content": "hi"}], ChatHistory([{"role": "user", "content": "hi"}])]
 )
-def test_a_chat_needs_a_tokenizer(models, chat):
+def test_chat_requires_a_tokenizer(models, chat):
     with pytest.raises(ValueError, match="this decoder has no tokenizer"):
         Decoder(models[0]).encode(chat)
 
@@ -437,12 +435,12 @@ def test_a_chat_needs_a_tokenizer(models, chat):
         (dict(max_ngram_size=0), "max_ngram_size is 0"),
     ],
 )
-def test_draft_sources_that_cannot_be(options, word):
+def test_invalid_draft_sources_are_rejected(options, word):
     with pytest.raises(ValueError, match=word):
         decoder.load(MAIN, **options)
 
 
-def test_one_text_at_a_time(make):
+def test_decoder_handles_one_request_at_a_time(make):
     one = make()
     steps = one.stream(PROMPTS[0], greedy(30))
     next(steps)
@@ -475,13 +473,13 @@ def test_one_text_at_a_time(make):
         ([1.5, 2.0], GenerationConfig(max_new_tokens=5), "flat list of token ids"),
     ],
 )
-def test_what_cannot_be_done_is_refused_in_one_sentence(make, prompt, config, word):
+def test_invalid_request_gives_one_sentence_error(make, prompt, config, word):
     with pytest.raises(ValueError, match=word) as error:
         make().generate(prompt, config)
     assert "\n" not in str(error.value)
 
 
-def test_text_needs_a_tokenizer(models):
+def test_text_requires_a_tokenizer(models):
     one = Decoder(models[0])
     with pytest.raises(ValueError, match="tokenizer"):
         one.generate("text", greedy(5))
@@ -489,12 +487,12 @@ def test_text_needs_a_tokenizer(models):
         one.generate([5], greedy(5, stop_strings={"x"}))
 
 
-def test_the_context_ends_the_text(make):
+def test_context_length_ends_the_text(make):
     prompt = (np.arange(1000) * 7 + 3) % 4096
     assert len(make().generate(prompt, greedy(100)).tokens) == 1024 - 1000
 
 
-def test_a_draft_with_a_shorter_context_proposes_nothing_beyond_it(models, tokenizer, plain):
+def test_draft_with_shorter_context_stops_at_its_end(models, tokenizer, plain):
     short = cached_model.load(ModelSpec(DRAFT, "CPU", EXACT), capacity=60)
     one = Decoder(models[0], DraftModelProposer(short, models[0].vocab_size), FixedDraftLength(4), tokenizer)
     result = one.generate(PROMPTS[0], greedy(100))
@@ -502,18 +500,18 @@ def test_a_draft_with_a_shorter_context_proposes_nothing_beyond_it(models, token
     assert result.proposed[0] == 4 and result.proposed[-2] == 0
 
 
-def test_a_text_ends_at_the_capacity_that_load_was_given():
+def test_text_ends_at_the_capacity_given_to_load():
     one = decoder.load(DRAFT, capacity=64)
     assert one.main.capacity == 64 and len(one.generate(np.arange(60), greedy(100)).tokens) == 4
 
 
-def test_load_measures_costs_once_and_keeps_them(folders, tmp_path):
+def test_load_measures_costs_once_and_caches_them(folders, tmp_path):
     main, draft = ModelSpec(folders[0], "CPU", {"CACHE_DIR": str(tmp_path)}), folders[1]
     decoder.load(main, draft)
     kept = list(tmp_path.glob("costs-*.json"))
     assert len(kept) == 1
     other = json.loads(kept[0].read_text(encoding="utf-8"))
-    other["main"]["1"] *= 1000  # measured on a busy machine: it stands, or a seed would not repeat its text
+    other["main"]["1"] *= 1000  # measured on a busy machine: it is kept, or a seed would not reproduce its text
     kept[0].write_text(json.dumps(other), encoding="utf-8")
     assert decoder.load(main, draft).draft_length.costs.main[1] == other["main"]["1"]
     kept[0].write_text("{", encoding="utf-8")  # cut off
@@ -522,7 +520,7 @@ def test_load_measures_costs_once_and_keeps_them(folders, tmp_path):
     assert list(tmp_path.glob("costs-*")) == kept
 
 
-def test_costs_of_a_busy_moment_are_measured_again(monkeypatch):
+def test_costs_measured_under_load_are_measured_again(monkeypatch):
     """If they were cached, they would cause wrong draft lengths for as long as the models stay the same."""
     quiet = {n: 0.003 + 0.0003 * n for n in cost_model.MEASURED}
     busy = [{**quiet, 1: 0.027, 5: 0.030}, {**quiet, 2: 0.023, 17: 0.035}, {**quiet, 3: 0.050}]
@@ -541,7 +539,7 @@ def test_costs_of_a_busy_moment_are_measured_again(monkeypatch):
 
 
 @pytest.mark.skipif(len(CORES) < 2, reason="one core, or a system that does not tell")
-def test_costs_are_kept_for_the_cores_in_use():
+def test_costs_are_cached_per_cores_in_use():
     program = """import os, sys; os.sched_setaffinity(0, map(int, sys.argv[1:]))
 from speculative.drafting import cost_model as costs
 from speculative.models.cores import usable_cores; print(usable_cores(), costs.key())"""
@@ -554,7 +552,7 @@ from speculative.models.cores import usable_cores; print(usable_cores(), costs.k
     assert (one[0], two[0]) == ("1", "2") and one[1] != two[1]
 
 
-def test_soak_random_rollbacks_leave_the_cache_as_if_fresh(models):
+def test_random_rollbacks_leave_the_cache_as_if_fresh(models):
     """Edits at random places, some far back; in the end every position's logits equal a fresh computation."""
     random = np.random.default_rng(0)
     for model in models:
@@ -571,8 +569,8 @@ def test_soak_random_rollbacks_leave_the_cache_as_if_fresh(models):
 
 
 @pytest.mark.parametrize("draft", [DRAFT, ROOT / "models/embedded/eagle3"], ids=["draft model", "head"])
-def test_a_seed_clears_the_memory_of_the_caches(draft):
-    """What earlier texts leave in a block changes the rounding of keys that OpenVINO quantises by channel."""
+def test_seed_clears_the_cache_memory(draft):
+    """Traces of earlier texts in a block change the rounding of keys that OpenVINO quantises by channel."""
     made = decoder.load(MAIN, draft, capacity=256)
     made.generate("class Point:", GenerationConfig(max_new_tokens=40))
     caches = [cache for model in made.models for cache in model.backend._caches]

@@ -110,13 +110,13 @@ class Pool(RuleBasedStateMachine):
 
     @precondition(lambda self: self.texts)
     @rule(data=st.data())
-    def ask_for_too_much(self, data):
+    def exceed_the_reservation(self, data):
         lease = self.one(data)
         with pytest.raises(OutOfBlocks, match="that reserved"):
             lease.blocks(self.pool.needed(len(self.texts[lease][0])) * BLOCK + 1)
 
     @invariant()
-    def everybody_reads_what_they_wrote(self):
+    def every_request_reads_its_own_entries(self):
         for lease, (text, held) in self.texts.items():
             blocks = lease.blocks(held)
             states = [state(text, i) for i in range(held)]
@@ -144,7 +144,7 @@ class Engine(RuleBasedStateMachine):
         length = BatchDraftLength(LatencyCurve({1: 1.0, 64: 3.0}), LatencyCurve({1: 0.2}), LatencyCurve({1: 0.1}))
         self.decoder = BatchDecoder(BatchModel(main, CONTEXT), BatchModel(draft, CONTEXT), length)
         self.alone = alone
-        self.requests = {}  # and what was asked: prompt, number of tokens, whether greedy
+        self.requests = {}  # with what was requested: prompt, number of tokens, whether greedy
         self.failing, self.last = set(), {}
 
     @property
@@ -221,7 +221,7 @@ class Engine(RuleBasedStateMachine):
                 fresh.free_blocks()
 
     @invariant()
-    def nobody_has_more_than_was_promised(self):
+    def no_request_exceeds_its_reservation(self):
         for model in (self.decoder.main, self.decoder.draft):
             assert 0 <= model.pool.blocks - model.pool.free <= model.pool.reserved <= model.pool.blocks
 
@@ -254,7 +254,7 @@ def broken(*arguments):
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    """Makes a machine, over a pair of two layers: with one, the cache would not depend on the tokens before."""
+    """Creates the state machine of a pair of two layers: with one, the cache would not depend on the tokens before."""
     base, models = tmp_path_factory.mktemp("tiny"), []
     for name, noise in (("main", 0.0), ("draft", 0.2)):
         llama = tiny_llama(1, noise)
@@ -286,18 +286,18 @@ def run(machine, long, examples, steps, phases=tuple(Phase)):
     )
 
 
-def test_the_pool_of_blocks(request):
+def test_block_pool_matches_the_reference_model(request):
     run(Pool, request.config.getoption("--long"), examples=75, steps=40)
 
 
-def test_the_engine_of_many_texts(engine, request):
+def test_batch_engine_matches_the_reference_model(engine, request):
     run(engine, request.config.getoption("--long"), examples=15, steps=30)
 
 
 # ---- planted bugs ---------------------------------------------------------------------------------------------------
 
 
-def what_is_promised_and_not_taken_is_kept(patch):
+def unused_reservations_leak(patch):
     give_back = BlockTable.free_blocks
 
     def wrong(self):
@@ -307,7 +307,7 @@ def what_is_promised_and_not_taken_is_kept(patch):
     patch.setattr(BlockTable, "free_blocks", wrong)
 
 
-def shared_blocks_are_taken_while_one_has_them(patch):
+def shared_blocks_reused_while_referenced(patch):
     def wrong(self, shared):
         shared.ref_count -= 1
         if shared.ref_count <= 1:
@@ -316,7 +316,7 @@ def shared_blocks_are_taken_while_one_has_them(patch):
     patch.setattr(BlockPool, "_release", wrong)
 
 
-def tokens_alone_name_a_block(patch):
+def blocks_keyed_by_own_tokens_only(patch):
     own = BlockTable._next
     patch.setattr(BlockTable, "_next", lambda self, tokens: (None, own(self, tokens)[1]))
 
@@ -341,15 +341,15 @@ def blocks_in_the_wrong_order(patch):
 @pytest.mark.parametrize(
     "bug",
     [
-        what_is_promised_and_not_taken_is_kept,
-        shared_blocks_are_taken_while_one_has_them,
+        unused_reservations_leak,
+        shared_blocks_reused_while_referenced,
         failed_requests_keep_their_blocks,
         blocks_in_the_wrong_order,
-        tokens_alone_name_a_block,
+        blocks_keyed_by_own_tokens_only,
     ],
 )
-def test_a_planted_bug_is_found(bug, engine, monkeypatch):
-    """By the machine of the part that has it."""
+def test_planted_bugs_are_detected(bug, engine, monkeypatch):
+    """The state machine of the affected part detects it."""
     of_engine = bug in (failed_requests_keep_their_blocks, blocks_in_the_wrong_order)
     bug(monkeypatch)
     found = (AssertionError, IndexError, ValueError, KeyError, StopIteration, Flaky)  # Flaky: it makes runs differ

@@ -14,12 +14,12 @@ Use another.
 """
 
 
-def test_a_message_becomes_one_line():
+def test_message_becomes_one_line():
     assert one_line(ValueError("two\n  lines ")) == "two lines"
     assert one_line(ValueError()) == "ValueError"
 
 
-def test_an_engine_error_loses_its_source_locations():
+def test_engine_error_loses_its_source_locations():
     assert engine_lines(RuntimeError(ENGINE)) == ["Unsupported property X  by CPU plugin.", "Use another."]
     assert engine_lines(RuntimeError("Check 'x' failed at\ny.cpp")) == ["y.cpp"]
     assert engine_lines(RuntimeError("Check 'x' failed\n")) == ["Check 'x' failed"]
@@ -39,5 +39,5 @@ def test_an_engine_error_loses_its_source_locations():
     ],
     ids=repr,
 )
-def test_errors_for_lack_of_memory_are_recognised(error, expected):
+def test_out_of_memory_errors_are_recognised(error, expected):
     assert is_out_of_memory(error) == expected

@@ -48,7 +48,7 @@ def specs_of(request, monkeypatch):
 # ---- ModelSpec ------------------------------------------------------------------------------------------------------
 
 
-def test_a_spec_is_a_value():
+def test_spec_is_an_immutable_value():
     properties = {"NUM_STREAMS": 1}
     spec = ModelSpec("models/main", "GPU", properties)
     assert spec == ModelSpec(Path("models/main"), "GPU", {"NUM_STREAMS": 1}) == pickle.loads(pickle.dumps(spec))
@@ -60,13 +60,13 @@ def test_a_spec_is_a_value():
         spec.device = "NPU"
 
 
-def test_specs_share_no_default():
+def test_specs_share_no_default_properties():
     one, other = ModelSpec(MAIN), ModelSpec(MAIN)
     assert (one.device, one.properties) == ("CPU", {}) and one.properties is not other.properties
 
 
 @pytest.mark.parametrize("path", [MAIN, str(MAIN)], ids=["Path", "str"])
-def test_a_path_is_a_spec_of_the_cpu_without_properties_or_like_another(path):
+def test_path_becomes_a_cpu_spec_or_copies_device_and_properties(path):
     assert ModelSpec.of(path) == ModelSpec(MAIN, "CPU", {})
     assert ModelSpec.of(path, like=ModelSpec(DRAFT, "NPU", EXACT)) == ModelSpec(MAIN, "NPU", EXACT)
     spec = ModelSpec(MAIN, "GPU")
@@ -77,33 +77,33 @@ def test_a_path_is_a_spec_of_the_cpu_without_properties_or_like_another(path):
 
 
 @pytest.mark.parametrize("folder", [MAIN, str(MAIN)], ids=["Path", "str"])
-def test_a_main_model_given_as_a_path_runs_on_the_cpu_without_properties(specs_of, folder):
+def test_main_model_given_as_path_runs_on_cpu_without_properties(specs_of, folder):
     assert specs_of(folder) == specs_of(folder, None) == [ModelSpec(MAIN, "CPU", {})]
 
 
 @pytest.mark.parametrize("folder", [DRAFT, str(DRAFT)], ids=["Path", "str"])
-def test_a_draft_given_as_a_path_takes_the_main_models_device_and_properties(specs_of, folder):
+def test_draft_given_as_path_inherits_device_and_properties(specs_of, folder):
     main = ModelSpec(MAIN, "GPU.1", EXACT)
     assert specs_of(main, folder) == [main, ModelSpec(DRAFT, "GPU.1", EXACT)]
     assert specs_of(MAIN, folder) == [ModelSpec(MAIN), ModelSpec(DRAFT)]
 
 
-def test_a_draft_given_as_a_spec_takes_nothing_from_the_main_model(specs_of):
+def test_draft_given_as_spec_inherits_nothing(specs_of):
     main, draft = ModelSpec(MAIN, "GPU.1", EXACT), ModelSpec(DRAFT)
     assert specs_of(main, draft) == [main, draft]
     assert specs_of(MAIN, ModelSpec(DRAFT, "NPU", EXACT)) == [ModelSpec(MAIN), ModelSpec(DRAFT, "NPU", EXACT)]
 
 
 @pytest.mark.parametrize("load", [decoder.load, batch_decoder.load, cached_model.load])
-def test_options_are_named(load):
-    """A device as the second argument, as it once was, is not taken for something else in silence."""
+def test_load_options_are_keyword_only(load):
+    """A device as the second argument, as in earlier versions, is an error instead of being misread."""
     with pytest.raises(TypeError):
         load(MAIN, "CPU", DRAFT)
     with pytest.raises(TypeError):
         load(MAIN, device="CPU")
 
 
-def test_costs_are_kept_for_the_models_on_their_devices_and_the_processor():
+def test_cost_cache_key_depends_on_models_devices_and_processor():
     main, draft = ModelSpec(MAIN), ModelSpec(DRAFT)
     assert cost_model.key(main, None) == cost_model.key(main) == cost_model.key(ModelSpec(str(MAIN)))
     others = [draft, replace(draft, device="GPU"), replace(draft, properties=EXACT)]
@@ -114,7 +114,7 @@ def test_costs_are_kept_for_the_models_on_their_devices_and_the_processor():
 # ---- the package ----------------------------------------------------------------------------------------------------
 
 
-def test_the_package_exports_the_engine():
+def test_package_exports_the_engine():
     assert speculative.load is decoder.load and speculative.load_batch is batch_decoder.load
     assert speculative.Decoder is decoder.Decoder and speculative.BatchDecoder is batch_decoder.BatchDecoder
     assert speculative.ModelSpec is ModelSpec and speculative.GenerationResult is GenerationResult
@@ -123,7 +123,7 @@ def test_the_package_exports_the_engine():
         speculative.lode  # noqa: B018
 
 
-def test_the_engine_is_imported_on_first_use():
+def test_engine_is_imported_on_first_use():
     program = (
         "import sys, speculative, speculative.cli.ctrl_c, speculative.cli.processes\n"
         "from speculative import ModelSpec\n"

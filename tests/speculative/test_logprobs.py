@@ -127,7 +127,7 @@ def difference(main, prompt, result):
 
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("kind", [one_at_a_time, batched])
-def test_log_probabilities_are_those_of_the_main_model_alone(kind, source, load, main):
+def test_logprobs_equal_those_of_main_model_alone(kind, source, load, main):
     """Before temperature, penalties and bias; also of accepted draft tokens."""
     config = config_of(40, temperature=1.5, repetition_penalty=1.2, top_k=5)
     prompts = [PROMPT, PROMPT[::-1].copy(), PROMPT[:3]]
@@ -139,7 +139,7 @@ def test_log_probabilities_are_those_of_the_main_model_alone(kind, source, load,
 
 
 @pytest.mark.parametrize("kind", [one_at_a_time, batched])
-def test_logits_that_are_off_by_one_after_a_rejection_are_found(kind, load, main, monkeypatch):
+def test_logprobs_shifted_after_a_rejection_are_detected(kind, load, main, monkeypatch):
     verify = sequence.Sequence.verify
 
     def wrong(self, logits):
@@ -156,7 +156,7 @@ def test_logits_that_are_off_by_one_after_a_rejection_are_found(kind, load, main
 
 
 @pytest.mark.parametrize("kind", [one_at_a_time, batched])
-def test_without_being_asked_for_none_is_computed(kind, load, monkeypatch):
+def test_logprobs_are_not_computed_unless_requested(kind, load, monkeypatch):
     monkeypatch.setattr(sequence, "token_logprobs", None)
     config = config_of(10)
     config.logprobs = 0
@@ -165,8 +165,8 @@ def test_without_being_asked_for_none_is_computed(kind, load, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [one_at_a_time, batched])
-def test_log_probabilities_of_a_prompt_are_computed_in_parts(kind, load, main):
-    """Also where the cache has the prompt. No more logits than 64 tokens have are kept."""
+def test_prompt_logprobs_are_computed_in_chunks(kind, load, main):
+    """Even if the prompt is cached. Logits of at most 64 tokens are kept at a time."""
     prompt = np.random.default_rng(0).integers(0, 8, 150)
     decoder = kind(load, "good")
     generated(decoder, [prompt], config_of(3))
@@ -190,7 +190,7 @@ def test_log_probabilities_of_a_prompt_are_computed_in_parts(kind, load, main):
     assert again.tokens == results[0].tokens
 
 
-def test_tokens_after_a_stop_string_have_no_log_probabilities():
+def test_tokens_after_a_stop_string_have_no_logprobs():
     params = SamplingParams.resolve(GenerationConfig(max_new_tokens=50, stop_strings={"d"}))
     output = OutputProcessor(params, lambda ids: "".join("abcdefgh"[i] for i in ids))
     row = np.arange(8, dtype=np.float32)
@@ -199,7 +199,7 @@ def test_tokens_after_a_stop_string_have_no_log_probabilities():
     assert output.result.tokens == [0, 1, 2, 3] and [one.rank for one in output.result.logprobs] == [8, 7, 6, 5]
 
 
-def test_logits_without_a_maximum_have_no_log_probabilities():
+def test_logits_without_a_maximum_have_no_logprobs():
     for bad in (np.nan, np.inf):
         with pytest.raises(ValueError, match="no token has a log-probability"):
             token_logprobs(np.array([0, bad, 1], np.float32), 0, 1)
@@ -232,14 +232,14 @@ def p_value(decoder, main, options, draws=400):
 
 @pytest.mark.parametrize("source", SOURCES[1:])
 @pytest.mark.parametrize("kind", [one_at_a_time, batched])
-def test_draws_with_a_bias_have_the_exact_joint_distribution(kind, source, load, main):
+def test_samples_with_a_bias_have_the_exact_joint_distribution(kind, source, load, main):
     decoder = kind(load, source)
     if kind is one_at_a_time:
         decoder.reset(seed=1)
     assert p_value(decoder, main, {"frequency_penalty": 0.3} if source == "good" else {}) > FALSE_ALARM
 
 
-def test_draws_show_a_bias_that_only_the_main_model_has(load, main, monkeypatch):
+def test_samples_show_a_bias_missing_in_draft_probabilities(load, main, monkeypatch):
     propose = DraftModelProposer.propose
     plain = Distribution(SamplingParams.resolve(GenerationConfig(do_sample=True, max_new_tokens=7)))
 
@@ -257,7 +257,7 @@ def test_draws_show_a_bias_that_only_the_main_model_has(load, main, monkeypatch)
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("kind", [one_at_a_time, batched])
-def test_a_bias_of_100_forces_and_of_minus_100_bans(kind, source, sampled, load):
+def test_bias_of_100_forces_and_minus_100_bans_a_token(kind, source, sampled, load):
     decoder, config = kind(load, source), config_of(20)
     config.do_sample = sampled
     forced, banned = (
@@ -266,7 +266,7 @@ def test_a_bias_of_100_forces_and_of_minus_100_bans(kind, source, sampled, load)
     assert forced.tokens == [4] * 20 and not {4, 1} & set(banned.tokens)
 
 
-def test_a_bias_of_a_token_that_is_none_is_refused(load):
+def test_bias_of_unknown_token_is_rejected(load):
     for kind in (one_at_a_time, batched):
         with pytest.raises(ValueError, match=r"^logit_bias has token 8, but the model's token ids are 0 to 7$"):
             generated(kind(load, "none"), [PROMPT], config_of(3), logit_bias={0: 1, 8: 1})

@@ -35,7 +35,7 @@ def config(k=3, **sampling):
     return GenerationConfig(max_new_tokens=24, num_assistant_tokens=k, **sampling)
 
 
-def test_one_request_at_a_time(main, drafts):
+def test_single_requests_match_the_draft_with_same_tokenizer(main, drafts):
     same, other = (decoder.load(main, draft) for draft in drafts)
     for prompt in PROMPTS:
         expected, found = (one.generate(prompt, config()) for one in (same, other))
@@ -45,7 +45,7 @@ def test_one_request_at_a_time(main, drafts):
     assert sampled[0] == sampled[1] != other.generate(PROMPTS[0], config(do_sample=True), seed=2).tokens
 
 
-def test_many_requests_in_a_batch(main, drafts):
+def test_batched_requests_match_the_draft_with_same_tokenizer(main, drafts):
     """The long prompts have a common beginning, which the second takes from the prefix cache. How much of it the draft
     has to read, and so the first tokens that it proposes, depends on the tokenizer."""
     results, accepted, cached = [], [], []
@@ -62,14 +62,14 @@ def test_many_requests_in_a_batch(main, drafts):
     assert results[0] == results[1] and accepted[0] == accepted[1] and cached[0] == cached[1] > 500
 
 
-def test_room_for_texts_that_the_draft_splits_into_more_tokens(main, drafts):
+def test_cache_has_room_for_texts_with_more_draft_tokens(main, drafts):
     batch = batch_decoder.load(main, drafts[1], cache_tokens=640)
     assert batch.draft.context == 800 and batch.main.context == 640
     batch.add_request([5] * 300, GenerationConfig(max_new_tokens=200))  # 500 tokens, or 625 of the draft
     assert batch.has_room(120) and not batch.has_room(160)
 
 
-def test_what_needs_the_main_models_tokenizer(renumbered_draft, run_here):
+def test_programs_that_need_the_same_tokenizer_reject_the_draft(renumbered_draft, run_here):
     assert genai_limit(MAIN, renumbered_draft, "CPU", "CPU") == (
         f"{renumbered_draft} has another tokenizer than {MAIN}, and GenAI needs the same: this project's engine drafts "
         "with it"

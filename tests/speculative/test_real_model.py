@@ -20,20 +20,20 @@ def folder(tmp_path_factory):
     return smollm2(tmp_path_factory.mktemp("smollm2"))
 
 
-def test_the_default_cache_is_not_refused(folder):
+def test_default_cache_passes_the_rollback_check(folder):
     assert cached_model.load(ModelSpec(folder, "CPU"), capacity=256).note == ""
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("stateful", [False, True], ids=["paged", "stateful"])
 @pytest.mark.parametrize("properties", [{}, {"INFERENCE_PRECISION_HINT": "f32"}], ids=str)
-def test_default_caches_are_not_refused(folder, properties, stateful):
+def test_default_caches_pass_the_rollback_check(folder, properties, stateful):
     assert cached_model.load(ModelSpec(folder, "CPU", properties), capacity=256, stateful=stateful).note == ""
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("wrong", [OneTooFar, OneShort])
-def test_a_wrong_rollback_is_found_in_spite_of_the_noise(folder, wrong, monkeypatch):
+def test_wrong_rollback_is_detected_despite_rounding_noise(folder, wrong, monkeypatch):
     monkeypatch.setattr(cached_model, "PagedModel", wrong)
     with pytest.raises(ValueError, match="this model cannot be rolled back"):
         cached_model.load(folder, capacity=256)
@@ -42,7 +42,7 @@ def test_a_wrong_rollback_is_found_in_spite_of_the_noise(folder, wrong, monkeypa
 
 @pytest.mark.long
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_greedy_text_is_that_of_plain_decoding(folder, prompt):
+def test_greedy_text_equals_plain_decoding(folder, prompt):
     config = openvino_genai.GenerationConfig(max_new_tokens=80)
     main = ModelSpec(folder, properties=EXACT)
     plain = decoder.load(main, capacity=512).generate(prompt, config)
@@ -53,7 +53,7 @@ def test_greedy_text_is_that_of_plain_decoding(folder, prompt):
 
 
 @pytest.mark.long
-def test_greedy_text_with_itself_as_the_draft(folder):
+def test_main_model_as_its_own_draft_gives_greedy_text(folder):
     config = openvino_genai.GenerationConfig(max_new_tokens=60, num_assistant_tokens=4)
     main = ModelSpec(folder, properties=EXACT)
     both = decoder.load(main, draft=folder, capacity=512)

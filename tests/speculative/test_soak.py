@@ -100,10 +100,10 @@ def in_own_process(call: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("stateful", [False, True], ids=["paged", "stateful"])
-def test_long_use_leaves_memory_flat_and_the_cache_right(stateful):
+def test_long_use_leaks_no_memory_and_keeps_the_cache_correct(stateful):
     in_own_process(f"check({stateful}, wanted=10_000)")
 
 
 @pytest.mark.long
-def test_a_planted_leak_is_found():
+def test_planted_leak_is_detected():
     in_own_process("check_planted_leak()")

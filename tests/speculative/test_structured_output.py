@@ -55,7 +55,7 @@ PROMPT = np.array([1, 5, 2, 6, 3, 0])
 LENGTH = 4  # tokens compared
 DRAWS = 600
 LOOK = 250  # draws with a planted bug between one comparison and the next
-FALSE_ALARM = 1e-7  # the chance that a right engine fails one comparison
+FALSE_ALARM = 1e-7  # the probability that a correct engine fails one comparison
 SOURCES = ("none", "good", "useless", "lookup", "two sources", "eagle3", "other tokenizer")
 SETTINGS = {
     "plain": {},
@@ -181,7 +181,7 @@ def check(load, logits, source, name, setting, draws=DRAWS):
 
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)
-def test_draws_have_the_exact_joint_distribution_under_the_grammar(case, load, logits):
+def test_samples_under_a_grammar_have_the_exact_joint_distribution(case, load, logits):
     comparison = check(load, logits, *case)
     assert not comparison.impossible and comparison.p_value > FALSE_ALARM
 
@@ -208,9 +208,7 @@ LONG = [("good", FIXED), ("lookup", {}), ("two sources", FIXED), ("eagle3", {})]
 @pytest.mark.parametrize(
     ("source", "options"), [*SHORT, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)], ids=str
 )
-def test_concurrent_draws_with_and_without_grammars_have_their_exact_joint_distributions(
-    source, options, models, logits
-):
+def test_concurrent_samples_with_and_without_grammars_are_exact(source, options, models, logits):
     decoder, random, drawn = batch(models, source), np.random.default_rng(3), {}
     cases = [*zip(REGEXES, SETTINGS, strict=False), (None, "plain")]
     asked = [case for case in cases for _ in range(300)]
@@ -232,8 +230,8 @@ def test_concurrent_draws_with_and_without_grammars_have_their_exact_joint_distr
         assert not comparison.impossible and comparison.p_value > FALSE_ALARM, (name, setting, comparison)
 
 
-def test_a_seeded_text_is_the_same_beside_others_that_begin_alike(models):
-    """Those wait for its draft behind tokens that the grammar forces, and then draw the same tokens."""
+def test_seeded_text_is_unaffected_by_requests_with_the_same_prefix(models):
+    """Those wait for its draft after tokens that the grammar forces, and then sample the same tokens."""
     structure = StructuredOutputConfig(regex="d[abc]dedededede[abc]d")
     config = GenerationConfig(max_new_tokens=14, do_sample=True, structured_output_config=structure)
     prompt = np.random.default_rng(0).integers(0, VOCABULARY, 25).tolist()
@@ -249,7 +247,7 @@ def test_a_seeded_text_is_the_same_beside_others_that_begin_alike(models):
 
 
 def test_nothing_follows_the_last_token_that_a_grammar_allows(models, tmp_path):
-    """Not even a stop token, which this main model prefers behind it."""
+    """Not even a stop token, which this main model prefers there."""
     main, folder = models["useless"], save_tiny_llama(tmp_path / "good", seed=2, noise=0.2)
     draft = cached_model.load(ModelSpec(folder, "CPU", EXACT), capacity=2048)
     decoders = [Decoder(main), Decoder(main, DraftModelProposer(draft, VOCABULARY), FixedDraftLength(4))]
@@ -270,8 +268,8 @@ def test_nothing_follows_the_last_token_that_a_grammar_allows(models, tmp_path):
     assert accepted > 10
 
 
-def test_a_request_that_no_token_can_continue_ends_alone_with_one_sentence(models):
-    """There is no token for x, which shows after "ab" only."""
+def test_request_that_no_token_can_continue_ends_alone(models):
+    """No token spells x, which is detected only after "ab"."""
     decoder = batch(models, "good")
     structure = StructuredOutputConfig(regex="ab(x|xe)")
     greedy = GenerationConfig(max_new_tokens=5, structured_output_config=structure)
@@ -281,7 +279,7 @@ def test_a_request_that_no_token_can_continue_ends_alone_with_one_sentence(model
     assert not good.error and good.result.finish_reason == "stop"
 
 
-def test_a_request_whose_grammar_is_too_complex_ends_alone_with_one_sentence(models, monkeypatch):
+def test_request_with_too_complex_grammar_ends_alone(models, monkeypatch):
     monkeypatch.setattr(grammar, "MOST_LEXER_STATES", 60)
     decoder = batch(models, "good")
     exploding = StructuredOutputConfig(regex="(a|b|c|d)*a(a|b|c|d){12}")
@@ -315,7 +313,7 @@ def json_config(**options):
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 0.9}], ids=["greedy", "sampled"])
-def test_json_follows_its_schema(options, pair):
+def test_json_output_follows_its_schema(options, pair):
     _, decoder, combined, batch_decoder = pair
     results = [
         one.generate("def f(x):\n", json_config(**options), seed=seed) for one in (decoder, combined) for seed in (1, 2)
@@ -337,7 +335,7 @@ GRAMMARS = {
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
-def test_greedy_tokens_with_a_draft_are_those_without(name, pair):
+def test_greedy_tokens_with_a_draft_equal_those_without(name, pair):
     alone, *others, batch_decoder = pair
     config = GenerationConfig(max_new_tokens=40, structured_output_config=StructuredOutputConfig(**GRAMMARS[name]))
     expected = alone.generate("def read(path):", config)
@@ -350,7 +348,7 @@ def test_greedy_tokens_with_a_draft_are_those_without(name, pair):
         assert decoder.generate("def read(path):", config).tokens == expected.tokens
 
 
-def test_greedy_text_is_that_of_genai(pair):
+def test_greedy_text_equals_that_of_genai(pair):
     pipeline = openvino_genai.LLMPipeline(DRAFT, "CPU", EXECUTION_MODE_HINT="ACCURACY")
     for name in ("regex", "ebnf"):
         config = GenerationConfig(max_new_tokens=40, structured_output_config=StructuredOutputConfig(**GRAMMARS[name]))
@@ -358,8 +356,8 @@ def test_greedy_text_is_that_of_genai(pair):
         assert pair[1].generate("def read(path):", config).text == expected
 
 
-def test_what_the_grammar_forces_is_drafted_for_nothing(pair, monkeypatch):
-    """The text is that without such drafts, in fewer forward passes; the draft model is asked less often."""
+def test_forced_tokens_are_drafted_without_the_draft_model(pair, monkeypatch):
+    """The text equals that without such drafts, with fewer forward passes of the main and the draft model."""
     alone, decoder, *_ = pair
     free = [one.generate("def f(x):\n", json_config()) for one in (alone, decoder)]
     assert free[0].tokens == free[1].tokens
@@ -370,7 +368,7 @@ def test_what_the_grammar_forces_is_drafted_for_nothing(pair, monkeypatch):
     assert plain.tokens == free[0].tokens and not sum(plain.proposed)
 
 
-def test_a_draft_shares_no_blocks_of_forced_tokens_that_are_rejected():
+def test_draft_shares_no_blocks_of_rejected_forced_tokens():
     """The grammar drafts tokens before the draft model reads the prompt. Here another request wrote the same tokens, so
     that their block is shared, and the main model rejects the second one of them."""
     batch = load_batch(MAIN, DRAFT, cache_tokens=2048)
@@ -389,7 +387,7 @@ def test_a_draft_shares_no_blocks_of_forced_tokens_that_are_rejected():
     assert rejecting[0] == the and rejecting[1] != quick and len(rejecting) == 24
 
 
-def test_nothing_is_imported_until_a_request_asks():
+def test_llguidance_is_imported_only_on_request():
     program = (
         "import sys; from speculative import load; from openvino_genai import *; d = load(sys.argv[1]); "
         "d.generate('def', GenerationConfig(max_new_tokens=2)); print('llguidance' in sys.modules); "
@@ -401,7 +399,7 @@ def test_nothing_is_imported_until_a_request_asks():
     assert done.stdout.split() == ["False", "True"]
 
 
-def test_masks_have_a_thread_only_where_a_text_has_a_grammar(pair):
+def test_mask_thread_runs_only_for_requests_with_a_grammar(pair):
     def threads():
         return sum(thread.name.startswith("masks") for thread in threading.enumerate())
 
@@ -412,7 +410,7 @@ def test_masks_have_a_thread_only_where_a_text_has_a_grammar(pair):
     assert threads() == before + 1
 
 
-def test_every_mask_is_known_when_the_forward_pass_ends(pair, monkeypatch):
+def test_all_masks_are_ready_when_the_forward_pass_ends(pair, monkeypatch):
     """`verify` computes none itself, whatever was drafted."""
     by = []
     compute = GrammarState._compute
@@ -432,7 +430,7 @@ def test_every_mask_is_known_when_the_forward_pass_ends(pair, monkeypatch):
 # ---- planted bugs ---------------------------------------------------------------------------------------------------
 
 
-def the_draft_knows_no_grammar(patch):
+def draft_without_mask(patch):
     """The mask is applied to p only: what the draft proposes is forbidden, or has another probability than it says."""
     propose = DraftModelProposer.propose
 
@@ -447,7 +445,7 @@ def the_draft_knows_no_grammar(patch):
     patch.setattr(DraftModelProposer, "propose", wrong)
 
 
-def the_mask_is_not_rolled_back(patch):
+def mask_not_rolled_back(patch):
     def forward_only(self, generated):
         self._masks.clear()
         self._matcher.try_consume_tokens(generated[self._read :].tolist())
@@ -457,12 +455,12 @@ def the_mask_is_not_rolled_back(patch):
     patch.setattr(GrammarState, "_go_to", forward_only)
 
 
-def the_mask_is_that_of_the_token_before(patch):
+def mask_of_previous_token(patch):
     mask = GrammarState.mask
     patch.setattr(GrammarState, "mask", lambda self, generated: mask(self, generated[:-1]))
 
 
-def the_text_may_end_anywhere(patch):
+def end_allowed_anywhere(patch):
     compute = GrammarState._compute
 
     def with_end(self):
@@ -472,7 +470,7 @@ def the_text_may_end_anywhere(patch):
     patch.setattr(GrammarState, "_compute", with_end)
 
 
-def a_mask_of_a_rejected_draft_is_kept(patch):
+def mask_of_rejected_draft_kept(patch):
     see = GrammarState._see
 
     def keeps(self, generated):
@@ -483,18 +481,18 @@ def a_mask_of_a_rejected_draft_is_kept(patch):
     patch.setattr(GrammarState, "_see", keeps)
 
 
-def only_the_usual_spelling(patch):
+def only_canonical_tokenization(patch):
     """As llguidance does by default: where the text is certain, the tokenizer's tokens of it are forced."""
     patch.setattr(grammar, "OPTIONS", "")
 
 
 BUGS = [
-    only_the_usual_spelling,
-    the_draft_knows_no_grammar,
-    the_mask_is_not_rolled_back,
-    the_mask_is_that_of_the_token_before,
-    the_text_may_end_anywhere,
-    a_mask_of_a_rejected_draft_is_kept,
+    only_canonical_tokenization,
+    draft_without_mask,
+    mask_not_rolled_back,
+    mask_of_previous_token,
+    end_allowed_anywhere,
+    mask_of_rejected_draft_kept,
 ]
 
 
@@ -515,7 +513,7 @@ def is_wrong(decoder, name, cells):
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_the_same_check_finds_a_planted_bug(bug, load, logits, monkeypatch):
+def test_planted_bugs_are_detected(bug, load, logits, monkeypatch):
     bug(monkeypatch)
     names = ("forbids", "ends early", "forces")
     assert any(is_wrong(load("good"), name, exact_cells(logits, name, "plain")) for name in names)

@@ -57,7 +57,7 @@ def test_code_of_unused_features_does_not_run(decode, sampled):
 
 
 @pytest.mark.parametrize("decode", [decode_alone, decode_in_batch])
-def test_code_of_used_features_is_seen(decode):
+def test_code_of_used_features_is_detected(decode):
     called, config = set(), GenerationConfig(max_new_tokens=24, logprobs=2, presence_penalty=0.5)
     config.structured_output_config = StructuredOutputConfig(regex="[a-c]{5}")
     with calls(called):
