@@ -53,7 +53,7 @@ IN_RAYS_PROCESS = [  # the last ends the server that those before it share
     *("test_serve", "test_readme"),
     "test_serve_faults",
 ]
-STARTING_RAY = {*IN_RAYS_PROCESS} - {"test_readme"}  # of which a few tests do
+STARTING_RAY = {*IN_RAYS_PROCESS} - {"test_readme"}  # in which only a few tests do
 IMPORTING_TORCH = [  # the first exports the pairs that files of other processes share
     *("test_architectures", "test_make_draft", "test_export_pair", "test_gguf", "test_eagle3_export"),
     *("test_pair_check", "test_export_head", "test_training", "test_vocabulary"),
@@ -112,8 +112,8 @@ def imports_torch(nodeid):
 
 
 class TogetherScheduling(LoadFileScheduling):
-    """One test process runs all that starts Rays: two at once on two cores, and one may miss the 30 s that Ray gives
-    its processes. Where there are more processes than cores, it runs nothing else: Rays mostly wait.
+    """One test process runs all tests that start Ray: with two clusters starting on two cores, one may exceed the 30 s
+    that Ray gives its processes. If there are more processes than cores, it runs nothing else: Ray mostly waits.
 
     One process runs all files that import torch, transformers and optimum, which takes 10 s of processor time."""
 
@@ -126,7 +126,7 @@ class TogetherScheduling(LoadFileScheduling):
         if "ray" not in self.assigned_work[node] or len(self.nodes) <= len(CORES):
             super()._reschedule(node)
         elif not node.shutting_down:
-            node.shutdown()  # after what it has
+            node.shutdown()  # after the tests that it already has
 
 
 def pytest_xdist_make_scheduler(config, log):
@@ -135,8 +135,8 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """A test process of several has a core of its own: the threads of small models mostly wait for each other, and cost
-    a fifth more where others want the cores, too. Rays, which wait for much, have them all."""
+    """Pin each of several test processes to a core of its own: the threads of small models mostly wait for each other,
+    and need a fifth more time if they compete for cores. Tests that start Ray use all cores."""
     if CORES and os.environ.get("PYTEST_XDIST_WORKER"):
         os.sched_setaffinity(0, CORES if starts_ray(item.nodeid) else own_core())
 
@@ -146,7 +146,7 @@ HELD = []  # a lock is released when it is collected as garbage
 
 @functools.cache
 def own_core():
-    """The first core that no other test process has, or all cores where each is somebody's."""
+    """The first core that no other test process uses, or all cores if every one is used."""
     import openvino
     from filelock import FileLock, Timeout
 
@@ -162,8 +162,8 @@ def own_core():
 
 @pytest.fixture(scope="session", autouse=True)
 def costs_measured_briefly():
-    """No test depends on a speed: in the tests' own processes, models are timed less often and at fewer sizes than in
-    use, which takes seconds for each pair that is loaded, and up to five times as many on a busy machine."""
+    """No test depends on measured speed: in the tests' own processes, models are timed less often and at fewer sizes
+    than in use, which takes seconds for each pair that is loaded, and up to five times as many on a busy machine."""
     from speculative.drafting import cost_model
 
     brief = {"TRIES": 2, "LEAST_SECONDS": 0.0, "ENOUGH_SECONDS": 0.0, "MEASURED_BATCHED": (1, 8, 64)}
@@ -194,7 +194,7 @@ def run():
 
 @pytest.fixture
 def run_here():
-    """The same in this process (tests/support/in_process.py), where it matters what a program says, not how it ends."""
+    """The same in this process (tests/support/in_process.py), for tests of what a program prints, not how it ends."""
     return in_process.run_here
 
 
@@ -210,14 +210,14 @@ def kept_signals():
 
 @pytest.fixture(scope="session")
 def shared_server():
-    """A function that returns the server of all tests that need no other: it has a batch of 4 texts and a queue of 4,
+    """A function that returns the server that most tests share: it has a batch of 4 requests and a queue of 4,
     answers of at most 300 tokens, exact arithmetic, and no key. A test may end it; the next call starts another."""
     from tests.support.serving import METRICS_EXPORTED, Server
 
     options = ("--max-num-seqs", 4, "--max-queue", 4, "--max-output-tokens", 300, "--timeout", 60)
-    options += ("--property", "EXECUTION_MODE_HINT=ACCURACY")  # a text does not depend on the others in the batch
+    options += ("--property", "EXECUTION_MODE_HINT=ACCURACY")  # a text does not depend on the rest of the batch
     options += ("--num-assistant-tokens", 3)  # the adaptive draft length depends on this machine
-    env = {**METRICS_EXPORTED, "RAY_gcs_server_port_wait_time_s": "10"}  # until a head that was killed is given up
+    env = {**METRICS_EXPORTED, "RAY_gcs_server_port_wait_time_s": "10"}  # until Ray gives up a killed head node
     servers = []
 
     def shared_server():
@@ -253,13 +253,13 @@ def browser():
 
 @pytest.fixture(scope="session")
 def shared_folder(tmp_path_factory):
-    """A folder that the test processes that run beside each other share."""
+    """A folder that concurrent test processes share."""
     base = tmp_path_factory.getbasetemp()
     return base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
 
 
 def made_once(folder, make):
-    """The folder, which the first test process that needs it makes by `make(folder)`."""
+    """Return the folder, which the first test process that needs it creates by `make(folder)`."""
     from filelock import FileLock  # the hub's client has it
 
     with FileLock(folder.with_suffix(".lock")):
@@ -311,7 +311,7 @@ def other_tokenizer(shared_folder):
 
 @pytest.fixture(scope="session")
 def renumbered_draft(shared_folder, other_tokenizer):
-    """The embedded draft with that tokenizer: it gives the same tokens the same probabilities by other numbers."""
+    """The embedded draft with that tokenizer: it gives the same tokens the same probabilities under other ids."""
     return made_once(shared_folder / "renumbered_draft", functools.partial(save_renumbered_draft, other_tokenizer))
 
 

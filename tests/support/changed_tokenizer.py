@@ -1,8 +1,8 @@
-"""A tokenizer like the embedded one, but for the texts that it decodes."""
+"""A tokenizer like the embedded one, except for the texts that it decodes."""
 
 
 class ChangedTokenizer:
-    """`tokenizer`, whose texts a function changes."""
+    """`tokenizer` with a function that changes the decoded texts."""
 
     def __init__(self, tokenizer, change):
         self._tokenizer, self._change = tokenizer, change
@@ -11,8 +11,8 @@ class ChangedTokenizer:
         return getattr(self._tokenizer, name)
 
     def decode(self, tokens, **options):
-        found = self._tokenizer.decode(tokens, **options)
-        return self._change(found) if isinstance(found, str) else found
+        text = self._tokenizer.decode(tokens, **options)
+        return self._change(text) if isinstance(text, str) else text
 
 
 def cleaning_up(tokenizer):
@@ -21,6 +21,6 @@ def cleaning_up(tokenizer):
 
 
 def only(tokenizer, *texts):
-    """A logit bias that leaves no other tokens than these."""
+    """A logit bias that allows only these tokens."""
     ids = [tokenizer.encode(text, add_special_tokens=False).input_ids.data[0].tolist() for text in texts]
     return {token: 100.0 for (token,) in ids}

@@ -1,4 +1,4 @@
-"""A model that computes each text once, for draws of short texts from few tokens."""
+"""A model that computes each text once, to sample many short texts of few different tokens."""
 
 from collections.abc import Sequence
 
@@ -6,8 +6,8 @@ import numpy as np
 
 
 class ComputedOnce:
-    """Keeps the logits after each text in `known`. It records the sizes of forward passes, but does not pad them; those
-    over at most `prompt` tokens are a prompt's."""
+    """Caches the logits after each text in `known`. It records the sizes of forward passes, but does not pad them;
+    passes over texts of at most `prompt` tokens count as prefill."""
 
     def __init__(self, model, prompt: int, known: dict):
         self._model, self._prompt, self._known, self.pass_width = model, prompt, known, None

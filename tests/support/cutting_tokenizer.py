@@ -1,4 +1,4 @@
-"""A tokenizer that keeps a text's last tokens only, as those that GenAI makes of GGUF files."""
+"""A tokenizer that truncates a text to its last tokens, like those that GenAI makes from GGUF files."""
 
 import shutil
 from pathlib import Path
@@ -11,7 +11,7 @@ from openvino import opset13
 
 
 def cutting_tokenizer(source: Path, folder: Path, limit: int) -> openvino_genai.Tokenizer:
-    """The tokenizer of `source`, saved in `folder` with a limit."""
+    """The tokenizer of `source`, saved in `folder` with a limit on the number of tokens."""
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("openvino_tokenizer.*"))
     model = openvino.Core().read_model(source / "openvino_tokenizer.xml")
     (lengths,) = [op for op in model.get_ops() if op.get_type_name() == "Select"]  # with truncation, and without

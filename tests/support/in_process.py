@@ -1,5 +1,5 @@
-"""Runs programs of this project in the test's own process, without the second that a new process needs to import the
-engine."""
+"""Runs programs of this project in the test's own process, which saves the second that a new process needs to import
+the engine."""
 
 import contextlib
 import io
@@ -19,10 +19,10 @@ SIGNALS = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
 
 
 def run_here(program, *arguments, stdin="", env=None, checkout=ROOT) -> subprocess.CompletedProcess:
-    """As `python PROGRAM ARGUMENTS...` in the checkout; whatever libraries write to stdout and stderr is in its output.
-    In another checkout only the program itself is that one's: the modules of this one are imported already.
+    """Like `python PROGRAM ARGUMENTS...` in the checkout; the output includes what libraries write to stdout and
+    stderr. With another checkout, only the program itself is taken from it: modules are already imported from this one.
 
-    What a process alone can show (signals, pipes, encodings, how it ends) takes a process: the fixture `run`.
+    Tests of signals, pipes, encodings and process exit need a separate process: the fixture `run`.
     """
     command = [str(checkout / program), *map(str, arguments)]
     with contextlib.ExitStack() as stack:
@@ -46,7 +46,7 @@ def _status_of(program):
     try:
         runpy.run_path(program, run_name="__main__")
     except SystemExit as stop:
-        if isinstance(stop.code, str):  # as Python itself ends then
+        if isinstance(stop.code, str):  # as Python itself does
             print(stop.code, file=sys.stderr)
             return 1
         return int(stop.code or 0)

@@ -25,7 +25,7 @@ RUN = 'runpy.run_path(sys.argv[0], run_name="__main__")'
 
 
 def killed_at_rename(renames: int, program: str, *arguments, prepare: str = RUN) -> None:
-    """Run the program in a process that ends at once, as by `kill -9`, when it renames after so many renames.
+    """Run the program in a process that is killed, as by `kill -9`, instead of its next rename after `renames` ones.
 
     `prepare` is the Python code that runs it.
     """

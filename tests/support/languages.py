@@ -1,4 +1,4 @@
-"""Small languages as sets of words, to compare grammars with: no parser, and tokens of one letter or several."""
+"""Small languages as sets of words, to compare grammars with: without a parser; tokens have one letter or several."""
 
 import itertools
 import re
@@ -19,7 +19,7 @@ REGEXES = {
 
 
 def words(regex: str, longest: int = 8) -> set[str]:
-    """All words of a language that are not longer."""
+    """All words of a language up to this length."""
     letters = sorted({*regex} & {*"abcde"})
     every = ("".join(word) for n in range(longest + 1) for word in itertools.product(letters, repeat=n))
     return {word for word in every if re.fullmatch(regex, word)}

@@ -1,5 +1,5 @@
-"""Modules that are imported when they are first used: every test process collects all files, and torch, transformers
-and optimum take it 10 s of processor time, but those who need them run in one process (see tests/conftest.py). Clients
+"""Modules that are imported on first use. Every test process collects all files, and importing torch, transformers and
+optimum takes 10 s of processor time, but the tests that need them run in one process (see tests/conftest.py). Clients
 of the server take a second each."""
 
 import importlib
@@ -7,7 +7,7 @@ from types import ModuleType
 
 
 class Later(ModuleType):
-    """Stands for the module of this name, to read from; patch that by its name."""
+    """A proxy of the module of this name, to read from; patch the module itself by its name."""
 
     def __getattr__(self, name: str):
         if name.startswith("_"):  # pytest looks for its own marks

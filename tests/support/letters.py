@@ -1,4 +1,4 @@
-"""Two small vocabularies, as those of a main model and a draft with another tokenizer, for models of eight tokens."""
+"""Two small vocabularies, of a main model and of a draft with another tokenizer, for models of eight tokens."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ DRAFT = ["c", "a", "ab", "e", "b", "h", "d", "g"]  # other ids, a token of two l
 
 
 def letters(tokens: list[str]) -> Vocabulary:
-    """Encodes the longest token first; letters that are no token are left out."""
+    """Encodes the longest token first; letters without a token are left out."""
 
     def encode(text: str) -> np.ndarray:
         ids = []

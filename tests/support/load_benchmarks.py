@@ -1,5 +1,5 @@
-"""The load benchmarks run as users run them; what both write. The embedded draft serves as both models, because it is
-fast."""
+"""Runs the load benchmarks as users do, and checks what both write. The embedded draft is main and draft model, because
+it is fast."""
 
 import csv
 import itertools

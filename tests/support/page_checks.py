@@ -1,6 +1,6 @@
-"""Scripts that look at a page in a browser: contrast, and what reaches beyond the window."""
+"""Scripts that check a page in a browser: contrast, and elements that extend beyond the window."""
 
-# The contrast of every text, and of every line and mark of a chart, with what lies behind it (WCAG 2.2, 1.4.3, 1.4.11).
+# The contrast of every text, and of every line and mark of a chart, against its background (WCAG 2.2, 1.4.3, 1.4.11).
 CONTRAST = """() => {
     const parse = colour => { const n = colour.match(/[\\d.]+/g).map(Number); return n.length > 3 ? n : [...n, 1]; };
     const over = (top, below) => [0, 1, 2].map(i => top[i] * top[3] + below[i] * (1 - top[3])).concat(1);
@@ -24,7 +24,7 @@ CONTRAST = """() => {
     return {texts, marks};
 }"""
 
-# What reaches beyond the window, but for what stands in a part that is moved sideways by itself.
+# Elements that extend beyond the window, except those in parts that scroll sideways.
 BEYOND = """() => [...document.body.querySelectorAll('*')]
     .filter(node => !node.parentElement.closest('.scroll'))
     .filter(node => node.getBoundingClientRect().right > document.documentElement.clientWidth + 0.5)

@@ -1,4 +1,4 @@
-"""Where things are, for all tests."""
+"""Paths that all tests use."""
 
 import os
 from pathlib import Path
@@ -10,5 +10,5 @@ DRAFT = ROOT / "models/embedded/draft"
 
 
 def everything_in(folder: Path) -> dict[Path, bytes]:
-    """Content of every file by its path in `folder`, to see that nothing changed."""
+    """The content of every file by its path in `folder`, to check that nothing changed."""
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

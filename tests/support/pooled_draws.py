@@ -1,4 +1,4 @@
-"""Pooled comparisons of samples: a small error in all cases shows in their sum, not in each."""
+"""Pooled comparisons of samples: they detect a small error in all cases that no single case shows."""
 
 import math
 from statistics import NormalDist
@@ -7,7 +7,7 @@ import numpy as np
 
 from speculative.sampling.lossless_check import chi_square_p_value
 
-FALSE_ALARM = 1e-5  # the chance that right ones fail together
+FALSE_ALARM = 1e-5  # the probability that correct samples fail the pooled test
 
 
 def pooled(p_values):
@@ -17,7 +17,7 @@ def pooled(p_values):
 
 
 def distance(right, wrong):
-    """The total variation between cells."""
+    """The total variation distance between two distributions."""
     return sum(abs(right.get(cell, 0.0) - wrong.get(cell, 0.0)) for cell in {*right, *wrong}) / 2
 
 

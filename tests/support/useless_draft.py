@@ -10,8 +10,8 @@ from tests.support.paths import DRAFT
 
 
 def save_useless_draft(folder: Path, share: float = 1.0) -> Path:
-    """A copy of the embedded draft in the new `folder`, made useless; the smaller the `share`, the more tokens it has
-    right as a draft of the embedded draft."""
+    """A copy of the embedded draft in the new `folder`, made useless; the smaller the `share`, the more of its tokens
+    the embedded draft as main model accepts."""
     shutil.copytree(DRAFT, folder)
     make_useless(folder, share)
     return folder
