@@ -188,15 +188,15 @@ def test_break_even_concurrency_is_reported():
 
 
 def test_methods_alternate_on_the_same_prompts():
-    asked = []
+    calls = []
     methods = [
-        Load(name, lambda n, s, first, name=name: asked.append((name, n, first)) or spans(1, 0)[0]) for name in "ab"
+        Load(name, lambda n, s, first, name=name: calls.append((name, n, first)) or spans(1, 0)[0]) for name in "ab"
     ]
     assert take_turns(methods, [1, 2], 0.1, rounds=2, warm_up=1)
-    turns = [asked[i : i + 2] for i in range(0, len(asked), 2)]
-    assert [{(name, n) for name, n, _ in turn} for turn in turns] == [{("a", 1), ("b", 1)}, {("a", 2), ("b", 2)}] * 3
-    assert {turn[0][0] for turn in turns} == {"a", "b"}  # the order changes
-    firsts = [first for _, _, first in asked]
+    rounds = [calls[i : i + 2] for i in range(0, len(calls), 2)]
+    assert [{(name, n) for name, n, _ in turn} for turn in rounds] == [{("a", 1), ("b", 1)}, {("a", 2), ("b", 2)}] * 3
+    assert {turn[0][0] for turn in rounds} == {"a", "b"}  # the order changes
+    firsts = [first for _, _, first in calls]
     assert firsts[::2] == firsts[1::2] and len(set(firsts[::2])) == 6  # the same for both, none twice
     assert [len(method.rounds[n]) for method in methods for n in (1, 2)] == [2] * 4
     assert take_turns(methods, [1, 2], 0.1, rounds=1, warm_up=0)  # after another start

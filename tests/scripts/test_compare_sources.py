@@ -39,8 +39,8 @@ def costs(tmp_path):
 
 
 def test_every_source_is_compared_reproducibly_with_saved_costs(run_here, costs, tmp_path):
-    asked = [PROGRAM, MAIN, DRAFT, *SMALL, "--seed", "3", "--samples", "2"]
-    process = run_here(*asked, "--costs", costs, "--json", tmp_path / "sources.json")
+    command = [PROGRAM, MAIN, DRAFT, *SMALL, "--seed", "3", "--samples", "2"]
+    process = run_here(*command, "--costs", costs, "--json", tmp_path / "sources.json")
     result = as_result(process)
     assert [(row["source"], row["temperature"]) for row in result["rows"]] == [(s, t) for t in (0, 1) for s in SOURCES]
     for row in result["rows"]:
@@ -51,7 +51,7 @@ def test_every_source_is_compared_reproducibly_with_saved_costs(run_here, costs,
     assert {row["source"] for row in result["categories"]} == set(SOURCES)
     assert [one["what"].partition(" / ")[0] for one in result["ratios"]] == 2 * ["draft, adaptive", *2 * SOURCES[-1:]]
     assert "category, T = 1" in process.stdout and "Fastest at temperature 0: " in process.stdout
-    again = as_result(run_here(*asked, "--costs", tmp_path / "sources.json"))
+    again = as_result(run_here(*command, "--costs", tmp_path / "sources.json"))
     for key in ("rows", "categories", "ratios", "costs", "summary"):
         assert again[key] == result[key]
 

@@ -61,8 +61,8 @@ def test_plan_is_complete_and_written_to_files(run_here, costs, tmp_path):
     arguments = ["--rate", "0.5,2", "--max-num-seqs", "2,4", *QUICK, "--prompt-tokens", "uniform:10:90"]
     process = run_here(PROGRAM, "--costs", costs, *arguments, *files)
     result = as_result(process)
-    asked = [(r, n, d) for r in (0.5, 2.0) for n in (2, 4) for d in (False, True)]
-    assert [(one["rate"], one["max_num_seqs"], one["with_draft"]) for one in result["plans"]] == asked
+    plans = [(r, n, d) for r in (0.5, 2.0) for n in (2, 4) for d in (False, True)]
+    assert [(one["rate"], one["max_num_seqs"], one["with_draft"]) for one in result["plans"]] == plans
     for plan in result["plans"]:
         rows = [
             row

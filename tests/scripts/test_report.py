@@ -127,11 +127,11 @@ def window(browser):
 @pytest.fixture
 def show(window):
     """Open a page in place of the last one; any console message and any network request fails the test."""
-    messages, asked, shown = [], [], []
+    messages, requested, shown = [], [], []
     listeners = {
         "console": lambda message: messages.append(message.text),
         "pageerror": lambda error: messages.append(str(error)),
-        "request": lambda request: asked.append(request.url),
+        "request": lambda request: requested.append(request.url),
     }
     for event, listener in listeners.items():
         window.on(event, listener)
@@ -147,7 +147,7 @@ def show(window):
     window.goto("about:blank")  # actions of the last page are still recorded
     for event, listener in listeners.items():
         window.remove_listener(event, listener)
-    assert messages == [] and [one for one in asked if one != "about:blank"] == shown
+    assert messages == [] and [one for one in requested if one != "about:blank"] == shown
 
 
 def sections(shown):

@@ -256,11 +256,11 @@ def test_benchmark_reports_categories_and_iterations(measured):
     drafting = {row["name"] for row in result["rows"] if row["draft_length"]}
     assert {part["name"] for part in result["categories"]} == drafting
     assert {part["name"] for part in result["iteration"]} == {name for name in drafting if name.startswith("ours")}
-    asked = [comparison["what"] for comparison in result["comparisons"]]
-    assert "ours / GenAI, greedy, K = 4" in asked and any("adaptive / best fixed" in what for what in asked)
-    assert "ours / GenAI, greedy, K = 4, per iteration" in asked
-    assert sum(what.startswith("draft and suffix decoding / ") for what in asked) == 2  # greedy, sampled
-    assert not any("texts that differ" in what for what in asked)  # in exact arithmetic
+    compared = [comparison["what"] for comparison in result["comparisons"]]
+    assert "ours / GenAI, greedy, K = 4" in compared and any("adaptive / best fixed" in what for what in compared)
+    assert "ours / GenAI, greedy, K = 4, per iteration" in compared
+    assert sum(what.startswith("draft and suffix decoding / ") for what in compared) == 2  # greedy, sampled
+    assert not any("texts that differ" in what for what in compared)  # in exact arithmetic
     for fact in result["comparisons"]:
         assert fact["range"][0] <= fact["ratio"] <= fact["range"][1] and fact["prompts"] == 2
         assert 0 < fact["interval"][0] <= fact["interval"][1]

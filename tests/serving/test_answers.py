@@ -63,11 +63,11 @@ def streamed(api, body):
 
 @pytest.mark.parametrize("body", [ONE, CHAT], ids=["completions", "chat"])
 def test_seeded_choices_are_distinct_and_reproducible(api, body):
-    asked = {**body, "temperature": 2, "seed": 7, "max_tokens": 24}
-    first, again = (answered(api, {**asked, "n": 4}) for _ in range(2))
+    params = {**body, "temperature": 2, "seed": 7, "max_tokens": 24}
+    first, again = (answered(api, {**params, "n": 4}) for _ in range(2))
     assert texts(first) == texts(again) and len(set(texts(first))) == 4
-    assert texts(answered(api, asked)) == texts(first)[:1]
-    neighbour = answered(api, {**asked, "n": 4, "seed": 8})
+    assert texts(answered(api, params)) == texts(first)[:1]
+    neighbour = answered(api, {**params, "n": 4, "seed": 8})
     assert not set(texts(neighbour)) & set(texts(first))
 
 
@@ -80,16 +80,16 @@ def test_usage_sums_tokens_of_all_choices_and_counts_prompt_once(api):
 
 
 def test_usage_counts_cached_prompt_tokens_once(api):
-    asked = {**ONE, "prompt": "def is_prime(n):\n    for i in range(2, n):\n" * 5, "max_tokens": 1}
-    cached = [answered(api, {**asked, "n": n})["usage"]["prompt_tokens_details"]["cached_tokens"] for n in (1, 1, 3)]
+    params = {**ONE, "prompt": "def is_prime(n):\n    for i in range(2, n):\n" * 5, "max_tokens": 1}
+    cached = [answered(api, {**params, "n": n})["usage"]["prompt_tokens_details"]["cached_tokens"] for n in (1, 1, 3)]
     assert 0 == cached[0] < cached[1] == cached[2]
 
 
 @pytest.mark.parametrize("body", [ONE, CHAT], ids=["completions", "chat"])
 def test_streaming_interleaves_chunks_of_all_choices(api, body):
-    asked = {**body, "temperature": 1, "seed": 7, "n": 3, "max_tokens": 60, "ignore_eos": True}
-    whole = answered(api, asked)
-    *chunks, last = streamed(api, {**asked, "stream_options": {"include_usage": True}})
+    params = {**body, "temperature": 1, "seed": 7, "n": 3, "max_tokens": 60, "ignore_eos": True}
+    whole = answered(api, params)
+    *chunks, last = streamed(api, {**params, "stream_options": {"include_usage": True}})
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] == 180
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     assert len(choices) == len(chunks) and len({chunk["id"] for chunk in chunks}) == 1
@@ -103,10 +103,10 @@ def test_streaming_interleaves_chunks_of_all_choices(api, body):
 
 
 def test_list_of_prompts_returns_n_choices_per_prompt(api):
-    asked = {**ONE, "temperature": 1, "seed": 7, "n": 2}
+    params = {**ONE, "temperature": 1, "seed": 7, "n": 2}
     prompts = ["def f(", "class A:", "import "]
-    alone = [answered(api, {**asked, "prompt": prompt}) for prompt in prompts]
-    together = answered(api, {**asked, "prompt": prompts})
+    alone = [answered(api, {**params, "prompt": prompt}) for prompt in prompts]
+    together = answered(api, {**params, "prompt": prompts})
     assert texts(together) == [text for answer in alone for text in texts(answer)]
     assert together["usage"]["prompt_tokens"] == sum(answer["usage"]["prompt_tokens"] for answer in alone)
     ids = [[5, 6, 7], [8, 9]]
@@ -205,9 +205,9 @@ def test_failing_sequence_ends_request_and_frees_its_slots(decoder, monkeypatch)
 
 
 def test_best_of_returns_texts_with_highest_mean_logprob(api):
-    asked = {**ONE, "temperature": 2, "seed": 7, "logprobs": 0}
-    every = answered(api, {**asked, "n": 4})
-    best = answered(api, {**asked, "n": 2, "best_of": 4})
+    params = {**ONE, "temperature": 2, "seed": 7, "logprobs": 0}
+    every = answered(api, {**params, "n": 4})
+    best = answered(api, {**params, "n": 2, "best_of": 4})
 
     def mean(choice):
         return np.mean(choice["logprobs"]["token_logprobs"])
@@ -215,8 +215,8 @@ def test_best_of_returns_texts_with_highest_mean_logprob(api):
     ranked = sorted(every["choices"], key=mean, reverse=True)
     assert texts(best) == [choice["text"] for choice in ranked[:2]] and mean(ranked[0]) > mean(ranked[-1])
     assert best["usage"] == every["usage"]
-    unasked = answered(api, {**asked, "best_of": 4, "logprobs": None})
-    assert texts(unasked) == texts(best)[:1] and unasked["choices"][0]["logprobs"] is None
+    without_logprobs = answered(api, {**params, "best_of": 4, "logprobs": None})
+    assert texts(without_logprobs) == texts(best)[:1] and without_logprobs["choices"][0]["logprobs"] is None
 
 
 # ---- log-probabilities ----------------------------------------------------------------------------------------------
@@ -284,9 +284,9 @@ def test_chat_logprobs_include_token_bytes(api):
 def test_stream_chunks_carry_their_logprobs(api, decoder, body, more):
     end = TokenTexts(decoder.tokenizer).text(decoder.tokenizer.get_eos_token_id())
     logprobs = {"logprobs": 1} if body is ONE else {"logprobs": True, "top_logprobs": 1}
-    asked = {**body, **more, **logprobs, "n": 2, "seed": 1, "temperature": 1, "max_tokens": 60}
-    whole = answered(api, asked)["choices"]
-    chunks = [choice for chunk in streamed(api, asked) for choice in chunk["choices"]]
+    params = {**body, **more, **logprobs, "n": 2, "seed": 1, "temperature": 1, "max_tokens": 60}
+    whole = answered(api, params)["choices"]
+    chunks = [choice for chunk in streamed(api, params) for choice in chunk["choices"]]
     for one in whole:
         own = [choice for choice in chunks if choice["index"] == one["index"]]
         if body is CHAT:
@@ -354,14 +354,14 @@ def test_logprobs_cover_tokens_whose_spaces_the_detokenizer_strips(decoder, is_c
 
 
 def test_echo_with_zero_max_tokens_returns_prompt_logprobs(api):
-    asked = {**ONE, "prompt": "def f(x):", "echo": True, "logprobs": 1}
-    alone, more = answered(api, {**asked, "max_tokens": 0}), answered(api, asked)
+    params = {**ONE, "prompt": "def f(x):", "echo": True, "logprobs": 1}
+    alone, more = answered(api, {**params, "max_tokens": 0}), answered(api, params)
     (choice,), count = alone["choices"], alone["usage"]["prompt_tokens"]
-    assert choice["text"] == asked["prompt"] and choice["finish_reason"] == "length"
+    assert choice["text"] == params["prompt"] and choice["finish_reason"] == "length"
     assert alone["usage"]["completion_tokens"] == 0 and alone["usage"]["total_tokens"] == count
     for name, values in choice["logprobs"].items():
         assert values == more["choices"][0]["logprobs"][name][:count]
-    ends = answered(api, {**asked, "max_tokens": 0, "n": 2, "logit_bias": {"0": 100}})  # the token that is left out
+    ends = answered(api, {**params, "max_tokens": 0, "n": 2, "logit_bias": {"0": 100}})  # the token that is left out
     assert [one["finish_reason"] for one in ends["choices"]] == ["length"] * 2
     assert [one["logprobs"] for one in ends["choices"]] == [choice["logprobs"]] * 2
 
@@ -386,8 +386,8 @@ def test_echo_shows_special_tokens_only_for_text_prompts(api, decoder, by_ids):
 
 def test_echo_returns_prompt_with_logprobs(api, decoder, reference):
     prompt = "def read_file(path):\n"
-    asked = {**ONE, "prompt": prompt, "logprobs": 2, "n": 2, "temperature": 1, "seed": 1}
-    for choice in answered(api, {**asked, "echo": True})["choices"]:
+    params = {**ONE, "prompt": prompt, "logprobs": 2, "n": 2, "temperature": 1, "seed": 1}
+    for choice in answered(api, {**params, "echo": True})["choices"]:
         found = choice["logprobs"]
         assert choice["text"].startswith(prompt) and "".join(found["tokens"]) == choice["text"]
         assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
@@ -395,14 +395,14 @@ def test_echo_returns_prompt_with_logprobs(api, decoder, reference):
         tokens = ids_of(decoder, prompt)
         exact = reference(tokens[:1], tokens[1:])[range(len(tokens) - 1), tokens[1:]]
         assert np.allclose(found["token_logprobs"][1 : len(tokens)], exact, atol=2e-3)
-    whole = answered(api, {**asked, "echo": True})["choices"]
-    chunks = [choice for chunk in streamed(api, {**asked, "echo": True}) for choice in chunk["choices"]]
+    whole = answered(api, {**params, "echo": True})["choices"]
+    chunks = [choice for chunk in streamed(api, {**params, "echo": True}) for choice in chunk["choices"]]
     for one in whole:
         own = [choice for choice in chunks if choice["index"] == one["index"]]
         assert "".join(choice["text"] for choice in own) == one["text"]
         tokens = [token for choice in own if choice["logprobs"] for token in choice["logprobs"]["tokens"]]
         assert tokens == one["logprobs"]["tokens"]
-    ids = answered(api, {**asked, "prompt": ids_of(decoder, prompt).tolist(), "echo": True, "logprobs": None})
+    ids = answered(api, {**params, "prompt": ids_of(decoder, prompt).tolist(), "echo": True, "logprobs": None})
     assert texts(ids) == [choice["text"] for choice in whole]
 
 
@@ -440,9 +440,9 @@ def test_logit_bias_forces_and_bans_tokens(api, decoder):
 
 def test_prompt_plus_output_may_fill_the_context(api):
     """The context length is 1,024 tokens."""
-    asked = {**ONE, "prompt": [5] * 1000, "ignore_eos": True}
-    assert answered(api, {**asked, "max_tokens": 24})["usage"]["total_tokens"] == 1024
-    assert refused(api, {**asked, "max_tokens": 25})["code"] == "context_length_exceeded"
+    params = {**ONE, "prompt": [5] * 1000, "ignore_eos": True}
+    assert answered(api, {**params, "max_tokens": 24})["usage"]["total_tokens"] == 1024
+    assert refused(api, {**params, "max_tokens": 25})["code"] == "context_length_exceeded"
 
 
 def test_min_p_just_below_1_keeps_only_most_probable_token(api):
@@ -451,23 +451,23 @@ def test_min_p_just_below_1_keeps_only_most_probable_token(api):
 
 def test_stop_token_ids_end_the_text(api, decoder):
     tokens = ids_of(decoder, "def f(" + texts(answered(api, ONE))[0])[len(ids_of(decoder, "def f(")) :].tolist()
-    asked = {**ONE, "stop_token_ids": [tokens[3]], "ignore_eos": True}
-    (choice,) = answered(api, asked)["choices"]
+    params = {**ONE, "stop_token_ids": [tokens[3]], "ignore_eos": True}
+    (choice,) = answered(api, params)["choices"]
     end = tokens.index(tokens[3]) + 1
-    assert choice["finish_reason"] == "stop" and answered(api, asked)["usage"]["completion_tokens"] == end
-    longer = answered(api, {**asked, "min_tokens": end + 1})
+    assert choice["finish_reason"] == "stop" and answered(api, params)["usage"]["completion_tokens"] == end
+    longer = answered(api, {**params, "min_tokens": end + 1})
     assert longer["usage"]["completion_tokens"] > end
 
 
 @pytest.mark.parametrize("more", [{}, {"stop": ["()"]}, {"stream": True}, {"logprobs": 0}], ids=str)
 def test_stop_token_text_is_included_only_on_request(api, more):
-    asked = {**ONE, "logit_bias": {"5": 100}, "stop_token_ids": [5], **more}  # a "#"
+    params = {**ONE, "logit_bias": {"5": 100}, "stop_token_ids": [5], **more}  # a "#"
     for include in (False, True):
-        asked["include_stop_str_in_output"] = include
-        chunks = streamed(api, asked) if "stream" in more else [answered(api, asked)]
+        params["include_stop_str_in_output"] = include
+        chunks = streamed(api, params) if "stream" in more else [answered(api, params)]
         assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == "#" * include
     if "logprobs" in more:
-        assert answered(api, asked)["choices"][0]["logprobs"]["tokens"] == ["#"]  # as the end-of-text token
+        assert answered(api, params)["choices"][0]["logprobs"]["tokens"] == ["#"]  # as the end-of-text token
 
 
 def test_stop_string_is_included_in_text_on_request(api):

@@ -79,9 +79,12 @@ PREFLIGHT = {"origin": PAGE, "access-control-request-method": "POST",
 
 
 def test_allowed_origin_passes_cors_preflight_without_key(api):
-    asked = httpx.options(f"{api.url}/completions", headers=PREFLIGHT, **PLAIN)
-    assert asked.status_code == 200 and asked.headers["access-control-allow-origin"] == PAGE
-    assert asked.headers["access-control-allow-headers"].replace(" ", "") == PREFLIGHT["access-control-request-headers"]
+    preflight = httpx.options(f"{api.url}/completions", headers=PREFLIGHT, **PLAIN)
+    assert preflight.status_code == 200 and preflight.headers["access-control-allow-origin"] == PAGE
+    assert (
+        preflight.headers["access-control-allow-headers"].replace(" ", "")
+        == PREFLIGHT["access-control-request-headers"]
+    )
     for status in ("200", "200 as a stream", "400", "401"):
         answer = ask(api, **REQUESTS[status], origin=PAGE)
         assert answer.headers["access-control-allow-origin"] == PAGE
@@ -94,8 +97,8 @@ def test_allowed_origin_can_read_internal_errors(api, decoder, monkeypatch):
 
 
 def test_other_origins_are_not_allowed(api, decoder):
-    asked = httpx.options(f"{api.url}/completions", headers={**PREFLIGHT, "origin": "https://example.com"}, **PLAIN)
-    assert asked.status_code == 400 and "access-control-allow-origin" not in asked.headers
+    preflight = httpx.options(f"{api.url}/completions", headers={**PREFLIGHT, "origin": "https://example.com"}, **PLAIN)
+    assert preflight.status_code == 400 and "access-control-allow-origin" not in preflight.headers
     assert "access-control-allow-origin" not in ask(api, body=ONE, origin="https://example.com").headers
     with Api(decoder) as closed:  # by default there is no such origin
         assert httpx.options(f"{closed.url}/completions", headers=PREFLIGHT, **PLAIN).status_code == 405

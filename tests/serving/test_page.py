@@ -14,7 +14,7 @@ from tests.support.serving import PLAIN, Api
 from tests.support.waiting import PATIENCE, wait_until
 
 PHONE, DESK = 360, 1280
-ASKED = "Write a class for a stack."
+MESSAGE = "Write a class for a stack."
 SENT = {"model": "embedded", "stream": True, "temperature": 0, "max_tokens": 60}
 
 
@@ -32,11 +32,11 @@ def window(browser):
 def show(window):
     """Open the page of a server. Any request elsewhere, and any message in the console but `expected`, fails the test:
     violations of the Content-Security-Policy are among them."""
-    messages, asked, expected, urls = [], [], [], []
+    messages, requested, expected, urls = [], [], [], []
     listeners = {
         "console": lambda message: messages.append(message.text),
         "pageerror": lambda error: messages.append(str(error)),
-        "request": lambda request: asked.append(request.url),
+        "request": lambda request: requested.append(request.url),
     }
     for event, listener in listeners.items():
         window.on(event, listener)
@@ -54,10 +54,10 @@ def show(window):
     for event, listener in listeners.items():
         window.remove_listener(event, listener)
     assert [one for one in messages if not any(words in one for words in expected)] == []
-    assert [one for one in asked if not one.startswith(("about:", "data:", *urls))] == []
+    assert [one for one in requested if not one.startswith(("about:", "data:", *urls))] == []
 
 
-def ask(page, text=ASKED, **settings):
+def ask(page, text=MESSAGE, **settings):
     """Send a message by keyboard, with settings by id, and wait for its answer."""
     page.locator("#settings").evaluate("settings => settings.open = true")
     for name, value in {"temperature": 0, "max-tokens": 60, **settings}.items():
@@ -78,7 +78,7 @@ def test_answer_streams_with_draft_tokens_marked(api, show, monkeypatch):
     page = show(api)
     assert page.inner_text("h1") == "Speculative decoding: embedded"
     ask(page)
-    messages = [{"role": "user", "content": ASKED}]
+    messages = [{"role": "user", "content": MESSAGE}]
     whole = httpx.post(
         f"{api.url}/chat/completions", json={**SENT, "messages": messages, "stream": False}, timeout=60, **PLAIN
     ).json()
@@ -130,7 +130,7 @@ def slow(decoder, monkeypatch):
 def test_generation_can_be_stopped(api, show, slow, by):
     page = show(api)
     page.locator("#max-tokens").fill("400")
-    page.locator("#message").fill(ASKED)
+    page.locator("#message").fill(MESSAGE)
     page.keyboard.press("Enter")
     page.locator(".answer span", has_text=re.compile(r"\w")).first.wait_for()
     assert page.locator("#send").is_disabled() and page.locator("#log").get_attribute("aria-busy") == "true"
@@ -147,10 +147,10 @@ def test_generation_can_be_stopped(api, show, slow, by):
 def test_ime_confirmation_key_does_not_send(api, show):
     """In Safari, the composition ends before the key that confirms it, whose keyCode is 229."""
     page = show(api)
-    page.locator("#message").fill(ASKED)
+    page.locator("#message").fill(MESSAGE)
     key = "new KeyboardEvent('keydown', {key: 'Enter', keyCode: 229, bubbles: true, cancelable: true})"
     assert page.locator("#message").evaluate(f"message => message.dispatchEvent({key})")
-    assert page.locator(".turn").count() == 0 and page.locator("#message").input_value() == ASKED
+    assert page.locator(".turn").count() == 0 and page.locator("#message").input_value() == MESSAGE
 
 
 def test_scroll_position_is_kept_when_an_answer_ends(api, show, slow):
@@ -159,7 +159,7 @@ def test_scroll_position_is_kept_when_an_answer_ends(api, show, slow):
     ask(page, **settings)
     assert log.evaluate("log => log.scrollTop > 0 && log.scrollHeight - log.scrollTop - log.clientHeight < 60")
     page.locator("#max-tokens").fill("40")
-    page.locator("#message").fill(ASKED)
+    page.locator("#message").fill(MESSAGE)
     page.keyboard.press("Enter")
     page.locator(".answer").last.locator("span").first.wait_for()
     log.evaluate("log => { log.scrollTop = 0; }")
@@ -176,7 +176,7 @@ def test_text_typed_before_the_answer_starts_is_kept(api, show, monkeypatch):
 
     monkeypatch.setattr(api.engine.decoder, "encode", waiting)
     page = show(api)
-    page.locator("#message").fill(ASKED)
+    page.locator("#message").fill(MESSAGE)
     page.keyboard.press("Enter")
     page.locator("#message").fill("And a queue.")
     typed.set()
@@ -187,10 +187,10 @@ def test_text_typed_before_the_answer_starts_is_kept(api, show, monkeypatch):
 def test_error_is_shown_and_the_message_is_kept(api, show):
     page = show(api, expect=["400 (Bad Request)"])
     page.locator("#max-tokens").fill("401")
-    page.locator("#message").fill(ASKED)
+    page.locator("#message").fill(MESSAGE)
     page.keyboard.press("Enter")
     page.get_by_text("max_tokens is 401, but at most 400 are allowed.").wait_for()
-    assert page.locator("#message").input_value() == ASKED and page.locator(".turn").count() == 0
+    assert page.locator("#message").input_value() == MESSAGE and page.locator(".turn").count() == 0
     page.locator("#temperature").fill("3")
     page.locator("#send").click()
     page.locator("#status.error", has_text="Temperature: ").wait_for()
@@ -205,7 +205,7 @@ def test_api_key_field_is_shown_only_if_required(api, decoder, show):
         page.locator("#key").wait_for()
         assert "The API key is missing or wrong" in page.inner_text("#status")
         page.locator("#key").fill("two")
-        page.locator("#message").fill(ASKED)
+        page.locator("#message").fill(MESSAGE)
         page.keyboard.press("Enter")
         wait_until(lambda: guarded.counts.outcomes.count("refused_401") == 2, "the wrong key is refused")
         page.locator("#key").fill("on–e")
@@ -225,7 +225,7 @@ def test_without_chat_template_text_is_continued_and_lost_server_shown(decoder, 
         assert "return" in page.locator(".answer p").first.inner_text()
         assert page.locator("#message-label").inner_text().startswith("Text to continue")
         assert not page.locator("#system").is_visible()
-    page.locator("#message").fill(ASKED)
+    page.locator("#message").fill(MESSAGE)
     page.keyboard.press("Enter")
     page.get_by_text("The server cannot be reached.").wait_for()
 

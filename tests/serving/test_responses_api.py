@@ -10,7 +10,7 @@ from speculative.sequence.output import OutputProcessor
 from speculative.serving.http.middleware import digest
 from tests.support.serving import PLAIN, Api
 
-ASKED = {"model": "embedded", "temperature": 0, "max_output_tokens": 40}
+PARAMS = {"model": "embedded", "temperature": 0, "max_output_tokens": 40}
 QUESTION = "Write a class for a stack."
 
 
@@ -20,16 +20,16 @@ def drafting(api):
 
 
 def post(api, body, **headers):
-    return httpx.post(f"{api.url}/responses", json={**ASKED, **body}, headers=headers, timeout=60, **PLAIN)
+    return httpx.post(f"{api.url}/responses", json={**PARAMS, **body}, headers=headers, timeout=60, **PLAIN)
 
 
 def chat(client, messages, tokens=40):
-    asked = {"model": "embedded", "temperature": 0, "max_tokens": tokens}
-    return client.chat.completions.create(messages=messages, **asked)
+    params = {"model": "embedded", "temperature": 0, "max_tokens": tokens}
+    return client.chat.completions.create(messages=messages, **params)
 
 
 def test_response_equals_chat_completion_of_same_messages(client):
-    response = client.responses.create(input=QUESTION, instructions="Be brief.", **ASKED)
+    response = client.responses.create(input=QUESTION, instructions="Be brief.", **PARAMS)
     same = chat(client, [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}])
     assert response.output_text == same.choices[0].message.content != ""
     assert (response.usage.input_tokens, response.usage.output_tokens) == (
@@ -43,18 +43,18 @@ def test_response_equals_chat_completion_of_same_messages(client):
 
 
 def test_truncated_response_is_marked_incomplete(client):
-    cut = client.responses.create(input=QUESTION, **{**ASKED, "max_output_tokens": 3})
+    cut = client.responses.create(input=QUESTION, **{**PARAMS, "max_output_tokens": 3})
     assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert cut.output[0].status == "incomplete" and cut.usage.output_tokens == 3
-    whole = client.responses.create(input=QUESTION, **{**ASKED, "max_output_tokens": 400})
+    whole = client.responses.create(input=QUESTION, **{**PARAMS, "max_output_tokens": 400})
     assert (whole.status, whole.incomplete_details, whole.output[0].status) == ("completed", None, "completed")
 
 
 def test_output_can_be_sent_back_as_input(client):
-    first = client.responses.create(input=QUESTION, **ASKED)
+    first = client.responses.create(input=QUESTION, **PARAMS)
     parts = [{"type": "input_text", "text": "And a "}, {"type": "input_text", "text": "queue."}]
     history = [{"role": "user", "content": QUESTION}, *first.output, {"role": "user", "content": parts}]
-    second = client.responses.create(input=history, **ASKED)
+    second = client.responses.create(input=history, **PARAMS)
     messages = [
         {"role": "user", "content": QUESTION},
         {"role": "assistant", "content": first.output_text},
@@ -64,8 +64,8 @@ def test_output_can_be_sent_back_as_input(client):
 
 
 def test_stream_events_follow_the_api_order(client):
-    whole = client.responses.create(input=QUESTION, **ASKED)
-    events = list(client.responses.create(input=QUESTION, stream=True, **ASKED))
+    whole = client.responses.create(input=QUESTION, **PARAMS)
+    events = list(client.responses.create(input=QUESTION, stream=True, **PARAMS))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     kinds = [event.type.removeprefix("response.") for event in events]
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
@@ -82,7 +82,7 @@ def test_stream_events_follow_the_api_order(client):
 
 
 def test_openai_stream_helper_returns_the_response(client):
-    with client.responses.stream(input=QUESTION, **{**ASKED, "max_output_tokens": 400}) as stream:
+    with client.responses.stream(input=QUESTION, **{**PARAMS, "max_output_tokens": 400}) as stream:
         text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
         assert stream.get_final_response().output_text == text != ""
 
@@ -93,10 +93,10 @@ class Verdict(BaseModel):
 
 
 def test_response_is_parsed_into_pydantic_object(client):
-    asked = {"input": QUESTION, "text_format": Verdict, **ASKED, "max_output_tokens": 400}
-    parsed = client.responses.parse(**asked)
+    params = {"input": QUESTION, "text_format": Verdict, **PARAMS, "max_output_tokens": 400}
+    parsed = client.responses.parse(**params)
     assert isinstance(parsed.output_parsed, Verdict) and parsed.text.format.name == "Verdict"
-    with client.responses.stream(**asked) as stream:
+    with client.responses.stream(**params) as stream:
         assert stream.get_final_response().output_parsed == parsed.output_parsed
 
 
@@ -169,7 +169,7 @@ def test_failing_stream_ends_with_error_event(client, monkeypatch):
         return take(output, step)
 
     monkeypatch.setattr(OutputProcessor, "take", failing_take)
-    events = list(client.responses.create(input=QUESTION, stream=True, **ASKED))
+    events = list(client.responses.create(input=QUESTION, stream=True, **PARAMS))
     assert events[-1].type == "error" and "planted" in events[-1].message
 
 

@@ -59,20 +59,20 @@ def main_alone():
     return main_alone
 
 
-def complete(client, prompt=PROMPTS[0], **asked):
+def complete(client, prompt=PROMPTS[0], **params):
     return client.completions.create(
-        **{"model": "embedded", "prompt": prompt, "temperature": 0, "max_tokens": 60, **asked}
+        **{"model": "embedded", "prompt": prompt, "temperature": 0, "max_tokens": 60, **params}
     )
 
 
-def chat(client, *messages, **asked):
+def chat(client, *messages, **params):
     messages = [{"role": role, "content": content} for role, content in messages]
-    return client.chat.completions.create(**{"model": "embedded", "messages": messages, "temperature": 0, **asked})
+    return client.chat.completions.create(**{"model": "embedded", "messages": messages, "temperature": 0, **params})
 
 
-def long_answer(client, **asked):
+def long_answer(client, **params):
     """A request of many tokens, few of which the draft predicts: it takes seconds."""
-    return complete(client, **{"max_tokens": 300, "temperature": 2, "extra_body": {"ignore_eos": True}, **asked})
+    return complete(client, **{"max_tokens": 300, "temperature": 2, "extra_body": {"ignore_eos": True}, **params})
 
 
 def load(server):
@@ -153,8 +153,8 @@ def test_text_ends_before_first_stop_string(client, stream):
 
 def test_same_seed_gives_same_text_in_any_batch(client):
     def drawn(seed):
-        asked = {"temperature": 1.5, "top_p": 0.95, "max_tokens": 30, "seed": seed}
-        return complete(client, PROMPTS[3], **asked).choices[0].text
+        params = {"temperature": 1.5, "top_p": 0.95, "max_tokens": 30, "seed": seed}
+        return complete(client, PROMPTS[3], **params).choices[0].text
 
     alone = [drawn(seed) for seed in (1, 2, -3)]
     assert len(set(alone)) == 3
@@ -205,17 +205,17 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("asked", "status", "code", "words"), REFUSED)
-def test_invalid_request_returns_api_error(client, asked, status, code, words):
+@pytest.mark.parametrize(("params", "status", "code", "words"), REFUSED)
+def test_invalid_request_returns_api_error(client, params, status, code, words):
     with pytest.raises(openai.APIStatusError) as refused:
-        complete(client, **asked)
+        complete(client, **params)
     error = refused.value.body
     assert (refused.value.status_code, error["code"]) == (status, code)
     assert words in error["message"] and error["type"] in ("invalid_request_error", "not_found_error")
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "params",
     [
         {"tools": [{"type": "web_search"}]},
         {"response_format": {"type": "json_schema"}},
@@ -224,12 +224,12 @@ def test_invalid_request_returns_api_error(client, asked, status, code, words):
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
     ],
 )
-def test_unsupported_chat_parameter_returns_400(client, asked):
+def test_unsupported_chat_parameter_returns_400(client, params):
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(
-            **{"model": "embedded", "messages": [{"role": "user", "content": "Hi"}], **asked}
+            **{"model": "embedded", "messages": [{"role": "user", "content": "Hi"}], **params}
         )
-    assert refused.value.body["param"].startswith(next(iter(asked)))
+    assert refused.value.body["param"].startswith(next(iter(params)))
 
 
 @pytest.mark.parametrize("key", ["wrong", KEY + "x", KEY[:-1], "ключ"])
@@ -364,8 +364,8 @@ def test_full_queue_returns_429_with_retry_after_and_retries_succeed(server, cli
 
 def test_frequency_penalty_controls_repetition(client):
     def different_characters(penalty):
-        asked = {"max_tokens": 60, "frequency_penalty": penalty, "extra_body": {"ignore_eos": True}}
-        return len(set(complete(client, "x = [0, 0, 0,", **asked).choices[0].text))
+        params = {"max_tokens": 60, "frequency_penalty": penalty, "extra_body": {"ignore_eos": True}}
+        return len(set(complete(client, "x = [0, 0, 0,", **params).choices[0].text))
 
     assert different_characters(-2) < different_characters(2)
 

@@ -56,9 +56,9 @@ def post(api, body, path="/completions", **headers):
     )
 
 
-def chat(client, messages, **asked):
+def chat(client, messages, **params):
     return client.chat.completions.create(
-        **{"model": "embedded", "messages": messages, "temperature": 0, "max_tokens": 8, **asked}
+        **{"model": "embedded", "messages": messages, "temperature": 0, "max_tokens": 8, **params}
     )
 
 
@@ -159,9 +159,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("asked", "param", "words"), REFUSED, ids=[param for _, param, _ in REFUSED])
-def test_unsupported_parameter_returns_400_with_param_name(api, asked, param, words):
-    answer = post(api, {"model": "embedded", **asked}, "/chat/completions")
+@pytest.mark.parametrize(("params", "param", "words"), REFUSED, ids=[param for _, param, _ in REFUSED])
+def test_unsupported_parameter_returns_400_with_param_name(api, params, param, words):
+    answer = post(api, {"model": "embedded", **params}, "/chat/completions")
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["code"]) == (400, param, "invalid_request")
     assert error["message"].startswith(f"{param}: ") and words in error["message"]
@@ -580,11 +580,11 @@ def pool():
 def test_rejected_request_is_not_tokenized(decoder, monkeypatch, pool):
     encode = Gate(monkeypatch, decoder, "encode")
     with Api(decoder, max_num_seqs=1, max_queue=1) as api, encode:
-        asked = [pool.submit(post, api, ONE) for _ in range(2)]
+        futures = [pool.submit(post, api, ONE) for _ in range(2)]
         wait_until(lambda: api.endpoint.asking == 2)
         assert post(api, ONE).json()["error"]["code"] == "queue_full"
         encode.open.set()
-        assert [answer.result().status_code for answer in asked] == [200, 200]
+        assert [future.result().status_code for future in futures] == [200, 200]
     assert len(encode.calls) == 2
 
 
@@ -592,35 +592,35 @@ def test_prompts_are_tokenized_by_one_thread(decoder, monkeypatch, pool):
     """Chat templates are not known to be thread-safe."""
     encode = Gate(monkeypatch, decoder, "encode")
     with Api(decoder) as api, encode:
-        asked = [pool.submit(post, api, ONE) for _ in range(4)]
+        futures = [pool.submit(post, api, ONE) for _ in range(4)]
         wait_until(lambda: api.endpoint.asking == 4)
         encode.open.set()
-        assert {answer.result().status_code for answer in asked} == {200}
+        assert {future.result().status_code for future in futures} == {200}
     assert len(encode.calls) == 4 and len(set(encode.calls)) == 1
 
 
 def test_shutdown_waits_for_prompts_being_tokenized(decoder, monkeypatch, pool):
     encode = Gate(monkeypatch, decoder, "encode")
     with Api(decoder) as api, encode:
-        asked = pool.submit(post, api, ONE)
+        future = pool.submit(post, api, ONE)
         wait_until(lambda: encode.calls)
         stopping = pool.submit(api.run, api.endpoint.drain(PATIENCE))
         wait_until(lambda: api.endpoint.draining)
         assert post(api, ONE).json()["error"]["code"] == get_health(api).json()["error"]["code"] == "draining"
         assert api.endpoint.asking == 1 and not stopping.done()
         encode.open.set()
-        assert asked.result().status_code == 200 and stopping.result() == 0
+        assert future.result().status_code == 200 and stopping.result() == 0
 
 
 @pytest.mark.parametrize("name", ["encode", "step"])
 def test_request_unfinished_at_shutdown_returns_503(decoder, monkeypatch, pool, name):
     gate = Gate(monkeypatch, decoder, name)
     with Api(decoder) as api, gate:
-        asked = pool.submit(post, api, ONE)
+        future = pool.submit(post, api, ONE)
         wait_until(lambda: gate.calls if name == "encode" else api.engine.stepping_since)
         assert api.run(api.endpoint.drain(0.05)) == 1
         gate.open.set()
-        answer = asked.result()
+        answer = future.result()
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
         assert answer.headers["retry-after"]
 
@@ -631,12 +631,12 @@ def test_request_unfinished_at_shutdown_returns_503(decoder, monkeypatch, pool, 
 def test_engine_failure_returns_503_to_all_requests(decoder, monkeypatch, pool):
     step = Gate(monkeypatch, decoder, "step")
     with Api(decoder, max_num_seqs=1) as api, step:
-        asked = [pool.submit(post, api, {**ONE, "stream": stream}) for stream in (False, False, True)]
+        futures = [pool.submit(post, api, {**ONE, "stream": stream}) for stream in (False, False, True)]
         wait_until(lambda: api.engine.running + api.engine.waiting == 3)
         monkeypatch.setattr(decoder.main, "logits", planted)
         monkeypatch.setattr(decoder, "_finalize", planted)
         step.open.set()
-        whole, other, streamed = (answer.result() for answer in asked)
+        whole, other, streamed = (future.result() for future in futures)
         for answer in (whole, other, post(api, ONE), get_health(api)):
             error = answer.json()["error"]
             assert (answer.status_code, error["code"], error["type"]) == (503, "engine_failed", "server_error")
@@ -761,7 +761,7 @@ class Stripping:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_completion_keeps_leading_space_of_first_token(api, monkeypatch, stream):
-    asked = {
+    params = {
         "model": "embedded",
         "prompt": "def f(x):\n    return",
         "max_tokens": 8,
@@ -770,7 +770,7 @@ def test_completion_keeps_leading_space_of_first_token(api, monkeypatch, stream)
     }
 
     def text():
-        answer = httpx.post(f"{api.url}/completions", json=asked, timeout=60, **PLAIN).text
+        answer = httpx.post(f"{api.url}/completions", json=params, timeout=60, **PLAIN).text
         if not stream:
             return json.loads(answer)["choices"][0]["text"]
         events = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith("data: {")]
@@ -804,8 +804,8 @@ def test_failed_request_is_counted_once(api, monkeypatch):
     monkeypatch.setattr(api.endpoint.metrics, "refused", lambda status: counted.append(status))
     monkeypatch.setattr(api.endpoint.metrics, "over", lambda job, outcome: counted.append(outcome))
     monkeypatch.setattr(api.endpoint, "limits", dataclasses.replace(api.endpoint.limits, timeout=0.02))
-    asked = {"model": "embedded", "prompt": "def", "max_tokens": 400, "ignore_eos": True}
-    assert httpx.post(f"{api.url}/completions", json=asked, timeout=60, **PLAIN).status_code == 504
+    params = {"model": "embedded", "prompt": "def", "max_tokens": 400, "ignore_eos": True}
+    assert httpx.post(f"{api.url}/completions", json=params, timeout=60, **PLAIN).status_code == 504
     assert counted == ["timeout"]
 
 
@@ -829,10 +829,10 @@ def test_server_url_can_be_opened_locally(host, shown):
 def test_key_with_invalid_header_characters_is_rejected(monkeypatch, capsys, tmp_path, key):
     file = tmp_path / "key"
     file.write_text(key, encoding="utf-8")
-    for asked, environment in ((("--api-key-file", file), ""), ((), key)):
+    for options, environment in ((("--api-key-file", file), ""), ((), key)):
         monkeypatch.setenv(API_KEY_VARIABLE, environment)
         with pytest.raises(SystemExit) as end:
-            parsed_arguments(monkeypatch, *asked)
+            parsed_arguments(monkeypatch, *options)
         assert end.value.code == 2 and "ASCII" in capsys.readouterr().err
 
 

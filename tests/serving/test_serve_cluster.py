@@ -57,7 +57,7 @@ def head_of_a_cluster(address, log):
 
 def test_server_rejoins_a_restarted_cluster_head(tmp_path):
     address, log = f"127.0.0.1:{free_port()}", tmp_path / "head.txt"
-    asked = {"model": Server.model, "prompt": "def f(", "max_tokens": 20, "temperature": 0}
+    params = {"model": Server.model, "prompt": "def f(", "max_tokens": 20, "temperature": 0}
     with contextlib.ExitStack() as last:
         with head_of_a_cluster(address, log):
             in_use = address.rpartition(":")[2]  # the cluster has a metrics port of its own
@@ -68,12 +68,12 @@ def test_server_rejoins_a_restarted_cluster_head(tmp_path):
             server.wait_for("ready: ")
             with pytest.raises(AssertionError, match="already runs an application"):
                 small_server("--address", address, env=TOKEN).wait_for("ready: ")
-            text = server.client().completions.create(**asked).choices[0].text
+            text = server.client().completions.create(**params).choices[0].text
         with pytest.raises((openai.APIError, httpx.HTTPError)):
-            server.client(timeout=10).completions.create(**asked)
+            server.client(timeout=10).completions.create(**params)
         with head_of_a_cluster(address, log):
             server.wait_for("ready: ")
-            assert server.client().completions.create(**asked).choices[0].text == text
+            assert server.client().completions.create(**params).choices[0].text == text
             assert server.end() == 0
 
 
@@ -175,8 +175,8 @@ def test_killed_replica_restarts_and_others_keep_serving(server):
 
     with Load(server) as load, server.client() as client:
         load.wait_for_answers(2 * CLIENTS)
-        asked = {"max_tokens": 1000, "temperature": 2, "stream": True, "extra_body": {"ignore_eos": True}}
-        streams = [client.completions.create(model=server.model, prompt="def f(", **asked) for _ in range(12)]
+        params = {"max_tokens": 1000, "temperature": 2, "stream": True, "extra_body": {"ignore_eos": True}}
+        streams = [client.completions.create(model=server.model, prompt="def f(", **params) for _ in range(12)]
         for stream in streams:
             next(iter(stream))
         victim = next(iter(before))

@@ -82,25 +82,25 @@ def client(server, number, stop, answers, vanished):
     completions, chats = (Target(server.url, server.model, chat=chat) for chat in (False, True))
     connection = completions.connect()
     while not stop.is_set():
-        asked = {"max_tokens": chance.choice([1, 5, 40, 200]), "temperature": chance.choice([0, 0, 0.7, 1.3])}
+        params = {"max_tokens": chance.choice([1, 5, 40, 200]), "temperature": chance.choice([0, 0, 0.7, 1.3])}
         if chance.random() < 0.3:
-            asked["seed"] = chance.randrange(100)
+            params["seed"] = chance.randrange(100)
         if chance.random() < 0.3:
-            asked["stop"] = chance.sample(["\n\n", "return", "self", "def"], 2)
+            params["stop"] = chance.sample(["\n\n", "return", "self", "def"], 2)
         if chance.random() < 0.1:
-            asked["temperature"] = 7  # to be refused
+            params["temperature"] = 7  # to be refused
         prompt = "# some text\n" * chance.choice([0, 1, 20, 100]) + f"def f{chance.randrange(50)}(x):"
         endpoint = chance.choice([completions, chats])
-        asked |= features(chance, endpoint.chat)
+        params |= features(chance, endpoint.chat)
         if chance.random() < 0.1:
-            path, body = endpoint.request(prompt, {**asked, "max_tokens": 500})
+            path, body = endpoint.request(prompt, {**params, "max_tokens": 500})
             other = endpoint.connect()
             other.request("POST", path, body, endpoint.headers)
             time.sleep(chance.random())
             other.close()
             vanished.append(number)
             continue
-        answers.append(ask(connection, endpoint, number, prompt, asked))
+        answers.append(ask(connection, endpoint, number, prompt, params))
         if answers[-1].status == 429:
             time.sleep(min(answers[-1].retry_after, 2))
 

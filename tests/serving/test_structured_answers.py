@@ -35,10 +35,10 @@ class Answer(BaseModel):
     why: Literal["because", ""]
 
 
-def ask(api, path="/chat/completions", **asked):
-    if "prompt" not in asked:
-        asked = {"messages": [HI], **asked}
-    body = {"model": "embedded", "temperature": 0, "max_tokens": 200, **asked}
+def ask(api, path="/chat/completions", **params):
+    if "prompt" not in params:
+        params = {"messages": [HI], **params}
+    body = {"model": "embedded", "temperature": 0, "max_tokens": 200, **params}
     return httpx.post(api.url + path, json=body, timeout=60, **PLAIN)
 
 
@@ -105,10 +105,10 @@ def test_completions_support_structured_outputs(api):
 
 
 def test_openai_client_parses_answer_with_pydantic(client):
-    asked = {"model": "embedded", "messages": [HI], "response_format": Answer, "temperature": 0, "max_tokens": 100}
-    answer = client.chat.completions.parse(**asked)
+    params = {"model": "embedded", "messages": [HI], "response_format": Answer, "temperature": 0, "max_tokens": 100}
+    answer = client.chat.completions.parse(**params)
     assert isinstance(answer.choices[0].message.parsed, Answer)
-    with client.chat.completions.stream(**asked) as stream:
+    with client.chat.completions.stream(**params) as stream:
         assert [event.type for event in stream][-1] == "content.done"
         assert stream.get_final_completion().choices[0].message.content == answer.choices[0].message.content
 
@@ -175,9 +175,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("asked", "parameter", "words"), REFUSED)
-def test_invalid_structure_returns_400_with_param_name(api, asked, parameter, words):
-    answer = ask(api, **asked)
+@pytest.mark.parametrize(("params", "parameter", "words"), REFUSED)
+def test_invalid_structure_returns_400_with_param_name(api, params, parameter, words):
+    answer = ask(api, **params)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["code"]) == (400, parameter, "invalid_request"), answer.text
     assert error["message"].startswith(f"{parameter}: ") and words in error["message"]
@@ -218,10 +218,10 @@ HOSTILE = {
 def test_hostile_grammars_do_not_delay_other_requests(api):
     """Each is rejected or ends by max_tokens within the timeout of `ask`; a concurrent request is complete."""
     with ThreadPoolExecutor(4) as threads:
-        beside = threads.submit(ask, api, "/completions", prompt="def f(", max_tokens=300, ignore_eos=True)
-        asked = {name: threads.submit(ask, api, max_tokens=9, **more) for name, (more, _) in HOSTILE.items()}
-    assert beside.result().json().get("usage", {}).get("completion_tokens") == 300, beside.result().text
-    answers = {name: answer.result() for name, answer in asked.items()}
+        concurrent = threads.submit(ask, api, "/completions", prompt="def f(", max_tokens=300, ignore_eos=True)
+        futures = {name: threads.submit(ask, api, max_tokens=9, **more) for name, (more, _) in HOSTILE.items()}
+    assert concurrent.result().json().get("usage", {}).get("completion_tokens") == 300, concurrent.result().text
+    answers = {name: answer.result() for name, answer in futures.items()}
     assert {name: answer.status_code for name, answer in answers.items()} == {
         name: status for name, (_, status) in HOSTILE.items()
     }

@@ -13,7 +13,7 @@ from speculative.serving.api.token_sources import TokenSources, draft_source
 from tests.support.paths import DRAFT, MAIN
 from tests.support.serving import PLAIN
 
-ASKED = {"model": "embedded", "temperature": 0, "max_tokens": 60, "stream": True}
+PARAMS = {"model": "embedded", "temperature": 0, "max_tokens": 60, "stream": True}
 PATHS = {
     "/completions": {"prompt": "def is_prime(n):"},
     "/chat/completions": {"messages": [{"role": "user", "content": "Write a class for a stack."}]},
@@ -25,8 +25,8 @@ def drafting(api):
     api.endpoint.draft_length = 4  # the adaptive draft length depends on this machine
 
 
-def chunks(api, path, options, **asked):
-    body = {**ASKED, **PATHS[path], **asked, "stream_options": {"include_usage": True, **options}}
+def chunks(api, path, options, **params):
+    body = {**PARAMS, **PATHS[path], **params, "stream_options": {"include_usage": True, **options}}
     answer = httpx.post(api.url + path, json=body, timeout=60, **PLAIN)
     return [json.loads(event.removeprefix("data: ")) for event in answer.text.split("\n\n")[:-2]]
 

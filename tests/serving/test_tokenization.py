@@ -91,7 +91,7 @@ def test_messages_require_chat_template(api, decoder, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("path", "asked"),
+    ("path", "params"),
     [
         ("/tokenize", {"prompt": TEXT * 20}),
         ("/tokenize", {"messages": [{"role": "user", "content": TEXT * 20}]}),
@@ -100,10 +100,10 @@ def test_messages_require_chat_template(api, decoder, monkeypatch):
         ("/v1/responses", {"input": TEXT * 20}),
     ],
 )
-def test_text_truncated_by_tokenizer_is_rejected(api, decoder, monkeypatch, tmp_path, path, asked):
+def test_text_truncated_by_tokenizer_is_rejected(api, decoder, monkeypatch, tmp_path, path, params):
     monkeypatch.setattr(decoder, "tokenizer", cutting_tokenizer(DRAFT, tmp_path / "cutting", 64))
-    (param,) = asked
-    answer = post(api, path, {"model": "embedded", **asked})
+    (param,) = params
+    answer = post(api, path, {"model": "embedded", **params})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["code"]) == (400, param, "context_length_exceeded")
     assert error["message"].startswith(f"{param}: the text has 64 tokens or more")

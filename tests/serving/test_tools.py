@@ -68,12 +68,12 @@ def decoder(tmp_path_factory):
     return batch_decoder.load(folder)
 
 
-def asked_for(**asked):
-    return {"model": "embedded", "messages": [HI], "tools": TOOLS, "temperature": 0, "max_tokens": 120, **asked}
+def request_params(**params):
+    return {"model": "embedded", "messages": [HI], "tools": TOOLS, "temperature": 0, "max_tokens": 120, **params}
 
 
-def ask(api, **asked):
-    return httpx.post(f"{api.url}/chat/completions", json=asked_for(**asked), timeout=60, **PLAIN)
+def ask(api, **params):
+    return httpx.post(f"{api.url}/chat/completions", json=request_params(**params), timeout=60, **PLAIN)
 
 
 def checked(calls):
@@ -90,24 +90,24 @@ FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]
 
 def test_responses_api_runs_a_tool_loop(client):
     """The model calls, the client answers, the model goes on, as in chat completions."""
-    asked = {"model": "embedded", "tools": FLAT, "temperature": 0, "max_output_tokens": 120}
+    params = {"model": "embedded", "tools": FLAT, "temperature": 0, "max_output_tokens": 120}
     history = [{"role": "user", "content": HI["content"]}]
-    first = client.responses.create(input=history, tool_choice={"type": "function", "name": "weather"}, **asked)
+    first = client.responses.create(input=history, tool_choice={"type": "function", "name": "weather"}, **params)
     (call,) = first.output
     assert (call.type, call.name, call.status, first.status) == ("function_call", "weather", "completed", "completed")
     jsonschema.validate(json.loads(call.arguments), WEATHER)
     history += [call, {"type": "function_call_output", "call_id": call.call_id, "output": "Rain."}]
-    second = client.responses.create(input=history, tool_choice="none", **asked)
+    second = client.responses.create(input=history, tool_choice="none", **params)
     chat_call = {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
     messages = [HI, {"role": "assistant", "tool_calls": [chat_call]}, {**RESULT, "tool_call_id": call.call_id}]
-    same = client.chat.completions.create(**asked_for(messages=messages, tool_choice="none"))
+    same = client.chat.completions.create(**request_params(messages=messages, tool_choice="none"))
     assert second.output_text == same.choices[0].message.content
     assert second.usage.input_tokens == same.usage.prompt_tokens
 
 
 def test_responses_api_streams_tool_calls(client):
-    asked = {"model": "embedded", "input": "Hi", "tools": FLAT, "temperature": 0, "max_output_tokens": 60}
-    events = list(client.responses.create(stream=True, tool_choice="required", parallel_tool_calls=False, **asked))
+    params = {"model": "embedded", "input": "Hi", "tools": FLAT, "temperature": 0, "max_output_tokens": 60}
+    events = list(client.responses.create(stream=True, tool_choice="required", parallel_tool_calls=False, **params))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     kinds = [event.type.removeprefix("response.") for event in events]
     deltas = [event for event in events if event.type == "response.function_call_arguments.delta"]
@@ -120,7 +120,7 @@ def test_responses_api_streams_tool_calls(client):
     assert events[2].item.arguments == "" and events[2].item.id == deltas[0].item_id == item.id
     assert "".join(event.delta for event in deltas) == events[-3].arguments == item.arguments
     jsonschema.validate(json.loads(item.arguments), SCHEMAS[item.name])
-    with client.responses.stream(tool_choice="required", parallel_tool_calls=False, **asked) as stream:
+    with client.responses.stream(tool_choice="required", parallel_tool_calls=False, **params) as stream:
         assert stream.get_final_response().output[0].arguments == item.arguments
 
 
@@ -130,8 +130,8 @@ def test_text_and_calls_are_separate_output_items():
     first, second = '{"name": "time", "arguments": {}}', '{"name": "weather", "arguments": {"ci'
     text = f"Well. <tool_call>{first}</tool_call> <tool_call>{second}"
     for several, kinds in ((True, ["message", *calls]), (False, ["message", *calls[:1]])):
-        asked = ResponsesRequest(model="x", input="Hi", tools=FLAT, parallel_tool_calls=several)
-        builder = ResponsesBuilder(asked, "x", [], asked.chat.parser(HERMES))
+        request = ResponsesRequest(model="x", input="Hi", tools=FLAT, parallel_tool_calls=several)
+        builder = ResponsesBuilder(request, "x", [], request.chat.parser(HERMES))
         for piece in (text[:20], text[20:45], text[45:]):
             builder.piece(0, piece)
         end = builder.end_choice(0, "length") + builder.end()
@@ -148,8 +148,8 @@ def test_text_and_calls_are_separate_output_items():
 
 
 def test_stop_string_does_not_cut_forced_call(client):
-    asked = asked_for(tool_choice="required", parallel_tool_calls=False, temperature=1, seed=1)
-    (answer,) = client.chat.completions.create(stop=["\n", '"'], **asked).choices
+    params = request_params(tool_choice="required", parallel_tool_calls=False, temperature=1, seed=1)
+    (answer,) = client.chat.completions.create(stop=["\n", '"'], **params).choices
     assert answer.finish_reason == "tool_calls" and len(checked(answer.message.tool_calls)) == 1
 
 
@@ -157,8 +157,8 @@ def test_stop_string_does_not_cut_forced_call(client):
 def test_forced_calls_are_valid_in_each_format(api, client, monkeypatch, form):
     monkeypatch.setattr(api.endpoint, "_tool_format", form)
     for choice, temperature in (("required", 1.5), (NAMED, 0)):
-        asked = asked_for(tool_choice=choice, parallel_tool_calls=False, temperature=temperature, seed=1)
-        (answer,) = client.chat.completions.create(**asked).choices
+        params = request_params(tool_choice=choice, parallel_tool_calls=False, temperature=temperature, seed=1)
+        (answer,) = client.chat.completions.create(**params).choices
         assert answer.finish_reason == "tool_calls" and answer.message.content is None
         (name,) = checked(answer.message.tool_calls)
         assert choice == "required" or name == "weather"
@@ -179,8 +179,10 @@ OTHERS = {"type": "object", "properties": {"days": {"const": 1}}, "required": ["
     ],
 )
 def test_required_properties_can_be_declared_outside_properties(client, schema):
-    asked = asked_for(tools=function(name="weather", parameters=schema), tool_choice="required", temperature=1, seed=1)
-    (call,) = client.chat.completions.create(**asked, parallel_tool_calls=False).choices[0].message.tool_calls
+    params = request_params(
+        tools=function(name="weather", parameters=schema), tool_choice="required", temperature=1, seed=1
+    )
+    (call,) = client.chat.completions.create(**params, parallel_tool_calls=False).choices[0].message.tool_calls
     if call.function.arguments.endswith("}"):
         jsonschema.validate(json.loads(call.function.arguments), schema)
     assert "city" in call.function.arguments
@@ -188,7 +190,7 @@ def test_required_properties_can_be_declared_outside_properties(client, schema):
 
 def test_several_calls_can_be_forced(client):
     """The last one may be truncated."""
-    found = client.chat.completions.create(**asked_for(tool_choice="required", temperature=2, seed=3, n=3)).choices
+    found = client.chat.completions.create(**request_params(tool_choice="required", temperature=2, seed=3, n=3)).choices
     calls = [choice.message.tool_calls for choice in found]
     assert all(checked(each[:-1]) for each in calls)
     ids = [call.id for each in calls for call in each]
@@ -196,14 +198,14 @@ def test_several_calls_can_be_forced(client):
 
 
 def test_truncated_call_has_finish_reason_length(client):
-    (answer,) = client.chat.completions.create(**asked_for(tool_choice=NAMED, max_tokens=20)).choices
+    (answer,) = client.chat.completions.create(**request_params(tool_choice=NAMED, max_tokens=20)).choices
     assert answer.finish_reason == "length"
 
 
 def test_answer_follows_response_format_or_calls_a_tool(client):
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"enum": ["Rain.", "Sun."]}}}
     for seed in range(3):
-        answer = client.chat.completions.create(**asked_for(response_format=form, temperature=2, seed=seed))
+        answer = client.chat.completions.create(**request_params(response_format=form, temperature=2, seed=seed))
         message = answer.choices[0].message
         assert checked(message.tool_calls or []) or json.loads(message.content) in ("Rain.", "Sun.")
 
@@ -270,23 +272,23 @@ Answer with <tool_call>
 
 
 def test_chat_template_renders_tools_calls_and_results(decoder):
-    asked = ChatCompletionRequest.model_validate(asked_for(messages=CALLED))
-    text = decoder.tokenizer.apply_chat_template(asked.history(HERMES), add_generation_prompt=True)
+    request = ChatCompletionRequest.model_validate(request_params(messages=CALLED))
+    text = decoder.tokenizer.apply_chat_template(request.history(HERMES), add_generation_prompt=True)
     assert text == RENDERED % json.dumps(WEATHER)
 
 
 def test_template_with_xml_tools_gets_xml_tools(decoder):
     """SmolLM3's template reads `xml_tools`."""
-    asked = ChatCompletionRequest.model_validate(asked_for())
+    request = ChatCompletionRequest.model_validate(request_params())
     template = "{% for tool in xml_tools %}{{ tool.function.name }} {% endfor %}{{ messages[0].content }}"
-    rendered = decoder.tokenizer.apply_chat_template(asked.history(SMOLLM3), False, template)
+    rendered = decoder.tokenizer.apply_chat_template(request.history(SMOLLM3), False, template)
     assert rendered == "weather time What is the weather?"
 
 
 def test_template_without_tools_uses_minja_polyfill(decoder):
-    asked = ChatCompletionRequest.model_validate(asked_for(messages=CALLED))
+    request = ChatCompletionRequest.model_validate(request_params(messages=CALLED))
     template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
-    rendered = decoder.tokenizer.apply_chat_template(asked.history(GENERIC), True, template)
+    rendered = decoder.tokenizer.apply_chat_template(request.history(GENERIC), True, template)
     assert '"description": "The weather."' in rendered and '"tool_calls": [' in rendered and "Rain." in rendered
 
 
@@ -295,30 +297,30 @@ def test_template_without_tools_uses_minja_polyfill(decoder):
 
 def test_openai_client_runs_a_tool_loop(client):
     messages = [HI]
-    first = client.chat.completions.create(**asked_for(messages=messages, tool_choice=NAMED)).choices[0].message
+    first = client.chat.completions.create(**request_params(messages=messages, tool_choice=NAMED)).choices[0].message
     messages += [first, {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "Rain."}]
-    second = client.chat.completions.create(**asked_for(messages=messages, max_tokens=8)).choices[0]
+    second = client.chat.completions.create(**request_params(messages=messages, max_tokens=8)).choices[0]
     assert second.message.content and second.finish_reason in ("stop", "length")
 
 
 def test_openai_client_streams_and_parses_calls(client):
     tools = [openai.pydantic_function_tool(Weather, name="weather")]
-    asked = asked_for(tools=tools, tool_choice="required", parallel_tool_calls=False)
-    with client.chat.completions.stream(**asked) as stream:
+    params = request_params(tools=tools, tool_choice="required", parallel_tool_calls=False)
+    with client.chat.completions.stream(**params) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_completion()
     assert {"tool_calls.function.arguments.delta", "tool_calls.function.arguments.done"} <= set(kinds)
     assert final.choices[0].finish_reason == "tool_calls"
-    for answer in (final, client.chat.completions.parse(**asked)):
+    for answer in (final, client.chat.completions.parse(**params)):
         (call,) = answer.choices[0].message.tool_calls
         assert isinstance(call.function.parsed_arguments, Weather)
         result = {"role": "tool", "tool_call_id": call.id, "content": "Rain."}
         history = [HI, answer.choices[0].message, result]
         parsed = client.chat.completions.parse(
-            **asked_for(messages=history, tools=openai.omit, response_format=Weather)
+            **request_params(messages=history, tools=openai.omit, response_format=Weather)
         ).choices[0].message  # fmt: skip
         assert isinstance(parsed.parsed, Weather)
-        assert client.chat.completions.create(**asked_for(messages=[*history, parsed, HI], max_tokens=2)).choices
+        assert client.chat.completions.create(**request_params(messages=[*history, parsed, HI], max_tokens=2)).choices
 
 
 def test_langchain_binds_tools(api):
@@ -385,9 +387,9 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("asked", "parameter", "words"), REFUSED)
-def test_invalid_tools_return_400_with_param_name(api, asked, parameter, words):
-    answer = ask(api, **asked)
+@pytest.mark.parametrize(("params", "parameter", "words"), REFUSED)
+def test_invalid_tools_return_400_with_param_name(api, params, parameter, words):
+    answer = ask(api, **params)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (400, "invalid_request")
     assert error["param"].startswith(parameter) and words in error["message"], error

@@ -1038,11 +1038,11 @@ class RecordingPolicy(BatchDraftLength):
     """Records the arguments of its calls in an iteration."""
 
     def begin(self, estimates, texts):
-        self.begun, self.asked, self.read = (len(estimates), texts), [], []
+        self.begun, self.chosen, self.read = (len(estimates), texts), [], []
         super().begin(estimates, texts)
 
     def choose(self, estimates, tokens, anyway, forced):
-        self.asked.append((len(estimates), tokens, anyway))
+        self.chosen.append((len(estimates), tokens, anyway))
         return super().choose(estimates, tokens, anyway, forced)
 
     def update_draft(self, tokens, seconds, search_seconds):
@@ -1064,7 +1064,7 @@ def test_batch_policy_receives_the_contents_of_an_iteration(tiny):
     decoder.add_request([2, 3, 1, 7, 4], greedy(2))
     gained = sum(len(gain.step.tokens) for gain in decoder.step() if gain.request in requests)
     assert rule.begun == (1, 3)
-    assert rule.asked == [(1, 5 + 3 + i, 1) for i in range(7)] + [(1, 5 + 3 + 7, 0)]
+    assert rule.chosen == [(1, 5 + 3 + i, 1) for i in range(7)] + [(1, 5 + 3 + 7, 0)]
     assert rule.read == [4] + [1] * 6
     assert rule.verified == (3 + 7, 5, gained)
     finish(decoder)

@@ -544,11 +544,11 @@ def test_costs_are_cached_per_cores_in_use():
 from speculative.drafting import cost_model as costs
 from speculative.models.cores import usable_cores; print(usable_cores(), costs.key())"""
 
-    def said_on(cores):
+    def printed_on(cores):
         command = [sys.executable, "-c", program, *map(str, cores)]
         return subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=True).stdout.split(" ", 1)
 
-    one, two = said_on(CORES[:1]), said_on(CORES[:2])
+    one, two = printed_on(CORES[:1]), printed_on(CORES[:2])
     assert (one[0], two[0]) == ("1", "2") and one[1] != two[1]
 
 

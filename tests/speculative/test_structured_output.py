@@ -211,11 +211,11 @@ LONG = [("good", FIXED), ("lookup", {}), ("two sources", FIXED), ("eagle3", {})]
 def test_concurrent_samples_with_and_without_grammars_are_exact(source, options, models, logits):
     decoder, random, drawn = batch(models, source), np.random.default_rng(3), {}
     cases = [*zip(REGEXES, SETTINGS, strict=False), (None, "plain")]
-    asked = [case for case in cases for _ in range(300)]
-    random.shuffle(asked)
-    for some in range(0, len(asked), 20):
+    shuffled = [case for case in cases for _ in range(300)]
+    random.shuffle(shuffled)
+    for first in range(0, len(shuffled), 20):
         requests = []
-        for name, setting in asked[some : some + 20]:
+        for name, setting in shuffled[first : first + 20]:
             name = name if name in REGEXES else None
             request = decoder.add_request(PROMPT, config_of(name, SETTINGS[setting], **options))
             request.sequence.random = np.random.default_rng(int(random.integers(2**60)))

@@ -108,8 +108,8 @@ def running(program, node):
 
 def test_machines_share_the_cells(cluster, machines, tmp_path):
     names = set(machines(2))
-    asked = ["--address", cluster.address, "--devices", "GPU,CPU", "--results", tmp_path / "cells.jsonl"]
-    result, stderr = finish(start(SWAP, *asked, *QUICK))
+    options = ["--address", cluster.address, "--devices", "GPU,CPU", "--results", tmp_path / "cells.jsonl"]
+    result, stderr = finish(start(SWAP, *options, *QUICK))
     assert "2 Ray nodes are on 1 computer: these take turns" in stderr
     cells = cells_of(result)
     assert len(cells) == 6
@@ -126,8 +126,8 @@ def test_machines_share_the_cells(cluster, machines, tmp_path):
 
 def test_ctrl_c_ends_remote_processes(cluster, machines, tmp_path):
     two, results = machines(2), tmp_path / "cells.jsonl"
-    asked = ["--address", cluster.address, "--devices", "CPU", "--results", results]
-    process = start(SWAP, *asked, *QUICK, "--max-new-tokens", 400)
+    options = ["--address", cluster.address, "--devices", "CPU", "--results", results]
+    process = start(SWAP, *options, *QUICK, "--max-new-tokens", 400)
     _, cell = running_cell(results, two)
     process.send_signal(signal.SIGINT)
     result, _ = finish(process, status=130)
@@ -138,8 +138,8 @@ def test_ctrl_c_ends_remote_processes(cluster, machines, tmp_path):
 
 def test_cell_of_a_lost_node_is_retried_on_another_machine(cluster, machines, tmp_path):
     two, results = machines(2), tmp_path / "cells.jsonl"
-    asked = ["--address", cluster.address, "--devices", "CPU", "--results", results]
-    process = start(SWAP, *asked, *QUICK, "--max-new-tokens", 400)
+    options = ["--address", cluster.address, "--devices", "CPU", "--results", results]
+    process = start(SWAP, *options, *QUICK, "--max-new-tokens", 400)
     lost, _ = running_cell(results, two)
     cluster.remove_node(two[lost], allow_graceful=False)
     result, _ = finish(process)
@@ -152,8 +152,8 @@ def test_cell_of_a_lost_node_is_retried_on_another_machine(cluster, machines, tm
 
 def test_losing_all_machines_is_reported_and_next_run_resumes(cluster, machines, tmp_path):
     one, results = machines(1), tmp_path / "cells.jsonl"
-    asked = ["--address", cluster.address, "--devices", "CPU", "--results", results, *QUICK]
-    process = start(SWAP, *asked, "--max-new-tokens", 401)
+    options = ["--address", cluster.address, "--devices", "CPU", "--results", results, *QUICK]
+    process = start(SWAP, *options, "--max-new-tokens", 401)
     name, _ = running_cell(results, one)
     cluster.remove_node(one[name], allow_graceful=False)
     result, _ = finish(process, status=1)
@@ -162,7 +162,7 @@ def test_losing_all_machines_is_reported_and_next_run_resumes(cluster, machines,
     assert f"machine {name} was lost" in cells["CPU", "CPU"]["reason"]
     assert any(f"machine {name} was lost" in line for line in result["summary"])
     (other,) = machines(1)
-    again, stderr = finish(start(SWAP, *asked, "--max-new-tokens", 401))
+    again, stderr = finish(start(SWAP, *options, "--max-new-tokens", 401))
     assert "1 of 2 cells are already in" in stderr
     kept, new = (cells_of(again)["CPU", draft] for draft in ("none", "CPU"))
     assert [kept[key] == cells["CPU", "none"][key] for key in ("machine", "measured")] == [True, True]

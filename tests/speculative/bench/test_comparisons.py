@@ -30,14 +30,14 @@ def method(*rounds, engine=NATIVE):
 
 
 def test_methods_alternate_in_changing_order():
-    asked = []
-    methods = [Method(name, NATIVE, 0, 0.0, lambda ids, name=name: asked.append(name) or run_of(1)) for name in "abc"]
+    calls = []
+    methods = [Method(name, NATIVE, 0, 0.0, lambda ids, name=name: calls.append(name) or run_of(1)) for name in "abc"]
     assert interleave(methods, [np.arange(3)] * 4, rounds=5, warm_up=1)
-    turns = [asked[i : i + 3] for i in range(0, len(asked), 3)]
-    assert len(turns) == 6 * 4 and all(set(turn) == set("abc") for turn in turns)
+    rounds = [calls[i : i + 3] for i in range(0, len(calls), 3)]
+    assert len(rounds) == 6 * 4 and all(set(turn) == set("abc") for turn in rounds)
     for name in "abc":  # none has always the same method before it, or the same place
-        before = {asked[i - 1] for i in range(1, len(asked)) if asked[i] == name}
-        assert before >= set("abc") - {name} and {turn.index(name) for turn in turns} == {0, 1, 2}
+        before = {calls[i - 1] for i in range(1, len(calls)) if calls[i] == name}
+        assert before >= set("abc") - {name} and {turn.index(name) for turn in rounds} == {0, 1, 2}
     assert [len(one.rounds) for one in methods] == [5] * 3
 
 
@@ -138,7 +138,7 @@ def test_genai_decode_seconds_exclude_work_after_the_last_token(draft):
 # ---- prompt lookup --------------------------------------------------------------------------------------------------
 
 
-class Asked(Exception):
+class Called(Exception):
     pass
 
 
@@ -146,13 +146,13 @@ class Pipe:
     """Raises the requested lookup settings instead of generating."""
 
     def generate(self, inputs, config):
-        raise Asked(config.num_assistant_tokens, config.max_ngram_size)
+        raise Called(config.num_assistant_tokens, config.max_ngram_size)
 
 
 def test_genai_lookup_uses_five_tokens_after_ngrams_of_three():
-    with pytest.raises(Asked) as asked:
+    with pytest.raises(Called) as call:
         genai_method("GenAI, lookup", Pipe(), "lookup 5", 8).decode(np.arange(3))
-    assert asked.value.args == (5, 3)
+    assert call.value.args == (5, 3)
 
 
 # ---- starts ---------------------------------------------------------------------------------------------------------
@@ -161,13 +161,13 @@ def test_genai_lookup_uses_five_tokens_after_ngrams_of_three():
 def test_starts_alternate_after_files_are_read(monkeypatch):
     done = []
     monkeypatch.setattr(startup, "read_files", lambda *folders: done.append(folders))
-    monkeypatch.setattr(startup, "run", lambda asked: done.append(asked) or {"seconds": len(done), "peak_bytes": 1})
+    monkeypatch.setattr(startup, "run", lambda start: done.append(start) or {"seconds": len(done), "peak_bytes": 1})
     kinds = [startup.Start("a", GENAI, False), startup.Start("b", NATIVE, True)]
     arguments = type("A", (), {"main": MAIN, "draft": DRAFT, "device": "CPU", "draft_device": "CPU", "property": []})
     first, second = startup.start_costs(kinds, arguments, 2)
     assert done[0] == (MAIN, DRAFT)
-    assert [asked["engine"] for asked in done[1:]] == [GENAI, GENAI, NATIVE, NATIVE] * 2
-    folders = [asked["properties"]["CACHE_DIR"] for asked in done[1:]]
+    assert [start["engine"] for start in done[1:]] == [GENAI, GENAI, NATIVE, NATIVE] * 2
+    folders = [start["properties"]["CACHE_DIR"] for start in done[1:]]
     assert folders[::2] == folders[1::2] and len(set(folders)) == 4  # two starts share a cache, and no others do
     assert first["first_range"] == [2, 6] and first["first_seconds"] == 4 and first["second_range"] == [3, 7]
     assert second["name"] == "b" and done[3]["draft"] == str(DRAFT) and done[1]["draft"] is None

@@ -201,16 +201,16 @@ def test_rewritten_rule_without_bug_passes():
 
 
 def test_main_model_is_not_evaluated_beyond_an_excluded_token():
-    rows, asked = [one_hot(1), one_hot(2), one_hot(0), one_hot(1)], []
+    rows, evaluated = [one_hot(1), one_hot(2), one_hot(0), one_hot(1)], []
 
     def p(i):
-        asked.append(i)
+        evaluated.append(i)
         return rows[i]
 
     random = Numbers()  # none is needed
     assert verify_block([1, 1, 0], [one_hot(1), one_hot(1), one_hot(0)], lambda i: OneHot(rows[i].argmax(), 3), random)
     assert verify_block([1, 1, 0], [OneHot(1, 3), OneHot(1, 3), OneHot(0, 3)], p, Decisions([2])) == (1, 2)
-    assert asked == [0, 1]
+    assert evaluated == [0, 1]
 
 
 def test_without_draft_the_token_is_the_main_models():

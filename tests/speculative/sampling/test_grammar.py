@@ -179,17 +179,17 @@ def test_missing_llguidance_names_the_install_command(monkeypatch):
 
 
 def test_tokenizer_is_read_only_for_the_first_grammar():
-    asked = []
+    reads = []
 
     def tokens():
-        asked.append(True)
+        reads.append(True)
         return Tokens({i: piece.encode() for i, piece in enumerate(PIECES)}, frozenset(), lambda text: ids())
 
     compiler = Grammars(tokens, 8)
-    assert not asked
+    assert not reads
     for regex in ("a", "b"):
         compiler.compile(StructuredOutputConfig(regex=regex))
-    assert len(asked) == 1
+    assert len(reads) == 1
 
 
 def test_nothing_allowed_is_a_value_error():

@@ -307,17 +307,17 @@ def one_hot(token, vocabulary=3):
 
 
 def test_main_model_is_not_evaluated_beyond_the_first_rejection():
-    rows, asked = [one_hot(1), one_hot(2), one_hot(0), one_hot(1)], []
+    rows, evaluated = [one_hot(1), one_hot(2), one_hot(0), one_hot(1)], []
 
     def p(i):
-        asked.append(i)
+        evaluated.append(i)
         return rows[i]
 
     random = np.random.default_rng(0)
     assert verify([1, 1, 0], [one_hot(1), one_hot(1), one_hot(0)], p, random) == (1, 2)
-    assert asked == [0, 1]
+    assert evaluated == [0, 1]
     assert verify([1, 2, 0], [one_hot(1), one_hot(2), one_hot(0)], p, random) == (3, 1)
-    assert asked == [0, 1, 0, 1, 2, 3]
+    assert evaluated == [0, 1, 0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
