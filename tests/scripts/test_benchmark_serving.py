@@ -110,12 +110,12 @@ def chunks(*parts):
 ANSWERS = {
     "whole": (HEAD + chunks(PIECE, STOP, USAGE, DONE, b""), "answered"),
     "an error in the stream": (HEAD + chunks(PIECE, FAILED, b""), "refused"),
-    "refused": (b"HTTP/1.1 429 No\r\nRetry-After: 3\r\nContent-Length: %d\r\n\r\n%s" % (len(FULL), FULL), "refused"),
-    "not the API's error": (b"HTTP/1.1 500 No\r\nContent-Length: 4\r\n\r\nOops", "cut off"),
+    "full queue": (b"HTTP/1.1 429 No\r\nRetry-After: 3\r\nContent-Length: %d\r\n\r\n%s" % (len(FULL), FULL), "refused"),
+    "error without JSON": (b"HTTP/1.1 500 No\r\nContent-Length: 4\r\n\r\nOops", "cut off"),
     "cut in the middle": (HEAD + chunks(PIECE), "cut off"),
-    "nothing": (b"", "cut off"),
-    "a part that looks whole": (HEAD + chunks(PIECE, b""), "lost"),
-    "no end": (HEAD + chunks(PIECE, DONE, b""), "lost"),
+    "empty response": (b"", "cut off"),
+    "neither finish reason nor DONE": (HEAD + chunks(PIECE, b""), "lost"),
+    "no finish reason": (HEAD + chunks(PIECE, DONE, b""), "lost"),
 }
 
 
@@ -137,7 +137,7 @@ def test_outcome_of_each_kind_of_response(name):
     assert (got.outcome, got.number) == (outcome, 7)
     if name == "whole":
         assert (got.text, got.tokens, got.accepted, got.rejected) == ("a", 3, 1, 4) and got.ttft > 0
-    if name == "refused":
+    if name == "full queue":
         assert (got.status, got.retry_after) == (429, 3)
 
 

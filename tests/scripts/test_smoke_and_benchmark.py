@@ -126,7 +126,7 @@ BROKEN = {  # the replacement of a part of this project's engine, and the proble
         (sequence, "verify", accept_everything),
         "this engine: the output for 'def read_notes(path):' differs from the main model's at new token",
     ),
-    "loses what it streams": (
+    "streams no text": (
         (output.OutputProcessor, "take", take_without_text),
         "this engine: the streamed text for 'def read_notes(path):' differs from the returned text",
     ),

@@ -308,7 +308,7 @@ WINS = {  # tokens/s by round; the draft has to be recommended, at what it gains
         {ALONE: [20, 20], OURS_ALONE: [25, 25], USUAL: [26, 26], OURS: [30, 30]},
         1.2,
     ),
-    "over another scheduler": (
+    "over another scheduler, the fastest alone": (
         {ALONE: [20, 20], SCHEDULED_ALONE: [24, 24], OURS_ALONE: [21, 21], OURS: [30, 30]},
         1.25,
     ),
@@ -320,8 +320,8 @@ LOSES = {
     "only our engine gains": {ALONE: [20, 20], OURS_ALONE: [22, 22], USUAL: [19, 19], OURS: [21.5, 21.5]},
     "only the scheduler gains": {ALONE: [20, 20], SCHEDULED_ALONE: [30, 30], USUAL: [25, 25], OURS: [30.5, 30.5]},
     "only suffix decoding gains": {ALONE: [20, 20], SUFFIX: [30, 30], USUAL: [25, 25], OURS: [30.5, 30.5]},
-    "less than is worth it": {ALONE: [20, 20, 20], OURS: [20.8, 20.8, 20.8]},
-    "not in the worst round": {ALONE: [20, 20, 20], OURS: [30, 30, 19.5]},
+    "gain below the threshold": {ALONE: [20, 20, 20], OURS: [20.8, 20.8, 20.8]},
+    "loss in the worst round": {ALONE: [20, 20, 20], OURS: [30, 30, 19.5]},
 }
 
 

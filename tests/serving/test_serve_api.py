@@ -108,7 +108,7 @@ CACHED = {"role": "user", "content": [{"type": "text", "text": "again", "cache_c
             {"messages": [HI, {"role": "assistant", "content": ""}, HI]},
         ),
     ],
-    ids=["litellm", "vllm", "openai", "an empty answer"],
+    ids=["litellm", "vllm", "openai", "empty assistant message"],
 )  # fmt: skip
 def test_parameters_without_effect_are_accepted(api, sent, same):
     base = {"model": "embedded", "max_tokens": 5, "temperature": 0}
@@ -249,7 +249,7 @@ def unknown_fields(size):
 
 def bodies(size):
     found = {name: filled(*shape, size) for name, shape in SHAPES.items()}
-    return {**found, "fields that are none": unknown_fields(size)}
+    return {**found, "unknown fields": unknown_fields(size)}
 
 
 FULL = {  # by the objects and lists, and the commas, of an element

@@ -210,10 +210,10 @@ BODIES = {
     "no prompt": b'{"model": "embedded"}',
     "unknown field": b'{"model": "embedded", "prompt": "x", "no_such_field": 1}',
     "wrong type": b'{"model": "embedded", "prompt": "x", "max_tokens": "5"}',
-    "no number": b'{"model": "embedded", "prompt": "x", "temperature": NaN}',
-    "too many answers": b'{"model": "embedded", "prompt": "x", "n": 1000}',
+    "NaN": b'{"model": "embedded", "prompt": "x", "temperature": NaN}',
+    "too many choices": b'{"model": "embedded", "prompt": "x", "n": 1000}',
     "a lone surrogate": b'{"model": "embedded", "prompt": "\\ud800"}',
-    "tokens that are none": b'{"model": "embedded", "prompt": [5, 99999999]}',
+    "unknown token id": b'{"model": "embedded", "prompt": [5, 99999999]}',
     "too many tokens": b'{"model": "embedded", "prompt": "x", "max_tokens": 100000}',
     "a prompt beyond the context": json.dumps({"model": "embedded", "prompt": "x = 1\n" * 2000}).encode(),
 }

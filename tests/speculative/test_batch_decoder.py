@@ -487,7 +487,7 @@ def exact_cells(main, prompt, options, later=None):
     )
 
 
-def crowd(tiny, requests, suffix=None, shared=None, model=True):
+def decode_concurrently(tiny, requests, suffix=None, shared=None, model=True):
     """The generations of all `requests` (prompt, config, seed), many at a time, joining as others leave. Draft tokens
     come from the draft `model` and from `suffix`; `shared` is for a draft with another tokenizer.
 
@@ -522,7 +522,7 @@ def texts_drawn(tiny, rule, draws, seed=0, **sources):
         config = GenerationConfig(do_sample=True, max_new_tokens=length, **options)
         requests.append((prompt, config, int(random.integers(2**60))))
     drawn = {prompt: [] for prompt in TEXTS}
-    for (prompt, *_), generation in zip(requests, crowd(tiny, requests, **sources), strict=True):
+    for (prompt, *_), generation in zip(requests, decode_concurrently(tiny, requests, **sources), strict=True):
         if generation is None:
             return None
         drawn[prompt].append(generation.tokens[:LENGTH])
@@ -546,7 +546,7 @@ def test_concurrent_samples_have_the_exact_joint_distribution(rule, drawn, cells
     assert min(found) > FALSE_ALARM and pooled(found) > pooled_draws.FALSE_ALARM
 
 
-@pytest.mark.parametrize("model", [False, True], ids=["alone", "beside the draft model"])
+@pytest.mark.parametrize("model", [False, True], ids=["alone", "with the draft model"])
 @pytest.mark.parametrize("rule", [{}, {"num_assistant_tokens": 3}], ids=str)
 def test_concurrent_samples_with_suffix_decoding_are_exact(rule, model, tiny, cells):
     """The drafts come from the text and from the answers before, which are samples of the same few texts."""
@@ -636,7 +636,7 @@ def share_that_differs(tiny, one_at_a_time):
     """The share of batched requests that failed, or whose tokens or drafts differ from those they have alone."""
     requests, alone = one_at_a_time
     names = ("tokens", "proposed", "accepted", "gained", "from_draft", "finish_reason", "draft_length")
-    pairs = zip(crowd(tiny, requests), alone, strict=True)
+    pairs = zip(decode_concurrently(tiny, requests), alone, strict=True)
     return np.mean([a is None or any(getattr(a, name) != getattr(b, name) for name in names) for a, b in pairs])
 
 

@@ -70,7 +70,7 @@ CASES = [
     for i, source in enumerate(SOURCES)
     for j, name in enumerate(REGEXES)
     if source in ("good", "lookup") or (i + j) % 2
-] + [("good", "ends early", "min-new")]
+] + [("good", "optional end", "min-new")]
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -273,7 +273,7 @@ def test_request_that_no_token_can_continue_ends_alone(models):
     decoder = batch(models, "good")
     structure = StructuredOutputConfig(regex="ab(x|xe)")
     greedy = GenerationConfig(max_new_tokens=5, structured_output_config=structure)
-    bad, good = decoder.add_request(PROMPT, greedy), decoder.add_request(PROMPT, config_of("forces"))
+    bad, good = decoder.add_request(PROMPT, greedy), decoder.add_request(PROMPT, config_of("forced tokens"))
     finish(decoder)
     assert "no token of the model can continue the text as the grammar demands" in str(bad.error)
     assert not good.error and good.result.finish_reason == "stop"
@@ -284,7 +284,7 @@ def test_request_with_too_complex_grammar_ends_alone(models, monkeypatch):
     decoder = batch(models, "good")
     exploding = StructuredOutputConfig(regex="(a|b|c|d)*a(a|b|c|d){12}")
     bad = decoder.add_request(PROMPT, config_of(None, structured_output_config=exploding, max_new_tokens=500), seed=1)
-    others = [decoder.add_request(PROMPT, config_of(name)) for name in ("forces", None)]
+    others = [decoder.add_request(PROMPT, config_of(name)) for name in ("forced tokens", None)]
     finish(decoder)
     assert str(bad.error).startswith("structured_output_config is too complex for this text: ")
     assert not any(other.error for other in others) and all(other.result.tokens for other in others)
@@ -515,5 +515,5 @@ def is_wrong(decoder, name, cells):
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_detected(bug, load, logits, monkeypatch):
     bug(monkeypatch)
-    names = ("forbids", "ends early", "forces")
+    names = ("forbidden tokens", "optional end", "forced tokens")
     assert any(is_wrong(load("good"), name, exact_cells(logits, name, "plain")) for name in names)

@@ -10,11 +10,11 @@ from speculative.sampling.grammar import Grammars, Tokens
 PIECES = ["a", "b", "ab", "c", "bc", "d", "e", "."]  # of the models of eight tokens; "ab" and "bc" can be split
 STOP = 7
 REGEXES = {
-    "forces": "abcd(abc|abd)e",
-    "forbids": "[acd][abce][bcd][ae]",
-    "ends early": "a?b?(c|d)?e?",
-    "leaves one": "(abc|ad|b)",
-    "goes on": "(ab|c)*",
+    "forced tokens": "abcd(abc|abd)e",
+    "forbidden tokens": "[acd][abce][bcd][ae]",
+    "optional end": "a?b?(c|d)?e?",
+    "single continuation": "(abc|ad|b)",
+    "unbounded": "(ab|c)*",
 }
 
 

@@ -252,7 +252,7 @@ def residual_of_another_row(p, q, i, random):
 
 BUGS = {
     "no residual": accepting(right, lambda p, q, i, random: draw(p(i), random)),
-    "residual the wrong way round": accepting(right, lambda p, q, i, random: draw(residual(q[i], p(i)), random)),
+    "inverted residual": accepting(right, lambda p, q, i, random: draw(residual(q[i], p(i)), random)),
     "residual of another row": accepting(right, residual_of_another_row),
     "replacement from the next row": accepting(right, from_next_row),
     "replacement from the draft": accepting(right, lambda p, q, i, random: draw(q[i], random)),
