@@ -25,7 +25,9 @@ def drafting(api):
 
 @pytest.fixture(scope="module")
 def window(browser):
-    return browser.new_page()
+    window = browser.new_page()
+    window.set_default_timeout(PATIENCE * 1000)
+    return window
 
 
 @pytest.fixture
@@ -59,12 +61,13 @@ def show(window):
 
 def ask(page, text=MESSAGE, **settings):
     """Send a message by keyboard, with settings by id, and wait for its answer."""
+    before = page.locator(".figures").count()
     page.locator("#settings").evaluate("settings => settings.open = true")
     for name, value in {"temperature": 0, "max-tokens": 60, **settings}.items():
         page.locator(f"#{name}").fill(str(value))
     page.locator("#message").fill(text)
     page.keyboard.press("Enter")
-    page.locator(".figures").last.wait_for()
+    page.locator(".figures").nth(before).wait_for()
 
 
 def test_answer_streams_with_draft_tokens_marked(api, show, monkeypatch):
@@ -161,7 +164,7 @@ def test_scroll_position_is_kept_when_an_answer_ends(api, show, slow):
     page.locator("#max-tokens").fill("40")
     page.locator("#message").fill(MESSAGE)
     page.keyboard.press("Enter")
-    page.locator(".answer").last.locator("span").first.wait_for()
+    page.locator(".answer").nth(1).locator("span").first.wait_for()
     log.evaluate("log => { log.scrollTop = 0; }")
     page.locator(".figures").nth(1).wait_for()
     assert log.evaluate("log => log.scrollTop") == 0
@@ -208,6 +211,7 @@ def test_api_key_field_is_shown_only_if_required(api, decoder, show):
         page.locator("#message").fill(MESSAGE)
         page.keyboard.press("Enter")
         wait_until(lambda: guarded.counts.outcomes.count("refused_401") == 2, "the wrong key is refused")
+        page.locator("#send:enabled").wait_for()  # the page knows it, too
         page.locator("#key").fill("on–e")
         page.locator("#message").focus()
         page.keyboard.press("Enter")
