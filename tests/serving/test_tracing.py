@@ -72,7 +72,7 @@ def plain(value):
 
 def test_each_request_is_a_span_in_the_callers_trace(collector):
     traces = Traces("embedded")
-    with Api(batch_decoder.load(MAIN, DRAFT), traces=traces, max_output_tokens=30) as api:
+    with Api(batch_decoder.load(MAIN, DRAFT), draft_length=4, traces=traces, max_output_tokens=30) as api:
         body = {"model": "embedded", "prompt": PROMPT, "temperature": 0.5, "seed": 3, "max_tokens": 20}
         headers = {"traceparent": f"00-{TRACE}-{CALLER}-01"}
         usage = httpx.post(f"{api.url}/completions", json=body, headers=headers, **PLAIN).json()["usage"]
