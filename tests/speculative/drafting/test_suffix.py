@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speculative.drafting.suffix import (
@@ -47,6 +47,7 @@ def by_brute_force(tokens, longest, answers=()):
     return None
 
 
+@settings(deadline=None)
 @given(TEXTS, st.integers(1, 20), st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), max_size=2))
 def test_proposal_matches_brute_force_search(tokens, longest, answers):
     assert proposal(tokens, longest) == by_brute_force(tokens, longest)
@@ -102,6 +103,7 @@ def test_matches_do_not_cross_past_answers():
     assert proposal([9, 4], past=past) is None  # the last token of an answer
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from([b"a", b"b", b"c"]), TEXTS), max_size=30), st.integers(1, 60))
 def test_past_answers_are_bounded_and_evicted_oldest_first(added, capacity):
     past = PastAnswers(capacity)
