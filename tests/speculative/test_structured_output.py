@@ -401,13 +401,13 @@ def test_llguidance_is_imported_only_on_request():
 
 def test_mask_thread_runs_only_for_requests_with_a_grammar(pair):
     def threads():
-        return sum(thread.name.startswith("masks") for thread in threading.enumerate())
+        return {thread for thread in threading.enumerate() if thread.name.startswith("masks")}
 
     decoder, before = Decoder(pair[0].main, tokenizer=pair[0].tokenizer), threads()
     free = decoder.generate("def f(x):\n", GenerationConfig(max_new_tokens=5))
-    assert len(free.tokens) == 5 and threads() == before
+    assert len(free.tokens) == 5 and threads() <= before
     decoder.generate("def f(x):\n", json_config())
-    assert threads() == before + 1
+    assert len(threads() - before) == 1
 
 
 def test_all_masks_are_ready_when_the_forward_pass_ends(pair, monkeypatch):
