@@ -164,7 +164,8 @@ class DraftPass(NamedTuple):
 
 
 def draft_while_decoding(alone: ModelCosts, passes: Sequence[DraftPass]) -> ModelCosts:
-    """The costs of a draft that was measured `alone`, with what its `passes` took longer."""
+    """The costs of a draft that was measured `alone`, with what its `passes` took longer. None is below the shortest of
+    these: where other programs ran beside the first measurement, the passes took less."""
 
     def longer(further: bool, changed: bool) -> float:
         found = [
@@ -177,8 +178,9 @@ def draft_while_decoding(alone: ModelCosts, passes: Sequence[DraftPass]) -> Mode
     same = longer(further=True, changed=False)
     change = max(0.0, longer(further=True, changed=True) - same)
     first = longer(further=False, changed=True) - change  # nearly all first ones are over another number
+    least = min((one.seconds for one in passes), default=0.0)
     by_tokens = [
-        {n: max(seconds + more, 0.0) for n, seconds in table.items()}
+        {n: max(seconds + more, least) for n, seconds in table.items()}
         for table, more in ((alone.passes, first), (alone.further or alone.passes, same))
     ]
     return dataclasses.replace(alone, passes=by_tokens[0], further=by_tokens[1], change=change)
