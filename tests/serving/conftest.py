@@ -3,24 +3,14 @@
 import pytest
 
 from speculative import batch_decoder
-from speculative.drafting.batch_policy import BatchDraftLength
 from speculative.drafting.latency_curve import LatencyCurve
 from speculative.models.spec import ModelSpec
 from tests.support.noisy_draft import save_noisy_draft
 from tests.support.paths import DRAFT
 from tests.support.serving import Api
+from tests.support.untimed import Untimed
 
 SLOW, FAST = LatencyCurve({1: 0.030, 64: 0.060}), LatencyCurve({1: 0.002, 64: 0.004})  # seconds
-
-
-class Untimed(BatchDraftLength):
-    """Decides by the given costs and ignores the measured times."""
-
-    def update_draft(self, tokens, seconds, search_seconds=0.0):
-        super().update_draft(tokens, float(self.of_round(tokens)))
-
-    def update_main(self, verified, prompts, gained, seconds):
-        super().update_main(verified, prompts, gained, float(self.main(verified + prompts)))
 
 
 @pytest.fixture(scope="session")

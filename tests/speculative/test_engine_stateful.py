@@ -17,7 +17,6 @@ from openvino_genai import GenerationConfig
 
 from speculative.batch_decoder import BatchDecoder
 from speculative.decoder import Decoder
-from speculative.drafting.batch_policy import BatchDraftLength
 from speculative.drafting.latency_curve import LatencyCurve
 from speculative.modelgen import llama_ir
 from speculative.models import cached_model
@@ -25,6 +24,7 @@ from speculative.models.batch_model import BatchModel, ScheduledTokens, Slot
 from speculative.models.block_pool import BlockPool, BlockTable, OutOfBlocks
 from speculative.models.spec import ModelSpec
 from tests.support.tiny_llama import tiny_llama
+from tests.support.untimed import Untimed
 
 BLOCKS, BLOCK = 12, 4  # of the pool alone
 ROOM, CONTEXT = 512, 150  # tokens: of all texts, of the longest one
@@ -137,11 +137,12 @@ class Pool(RuleBasedStateMachine):
 
 
 class Engine(RuleBasedStateMachine):
-    """Requests to the batch decoder; `alone` returns the main model's own output for one."""
+    """Requests to the batch decoder; `alone` returns the main model's own output for one. Costs are not learned from
+    the clock: hypothesis needs the same run again from the same choices."""
 
     def __init__(self, main, draft, alone):
         super().__init__()
-        length = BatchDraftLength(LatencyCurve({1: 1.0, 64: 3.0}), LatencyCurve({1: 0.2}), LatencyCurve({1: 0.1}))
+        length = Untimed(LatencyCurve({1: 1.0, 64: 3.0}), LatencyCurve({1: 0.2}), LatencyCurve({1: 0.1}))
         self.decoder = BatchDecoder(BatchModel(main, CONTEXT), BatchModel(draft, CONTEXT), length)
         self.alone = alone
         self.requests = {}  # with what was requested: prompt, number of tokens, whether greedy
