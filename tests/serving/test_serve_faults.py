@@ -300,6 +300,8 @@ def test_fuzzed_fields_get_valid_response_or_api_error(server, path, request):
 
 def test_metrics_match_client_side_counts(server, before, sent):
     """After all of the above, the counts match the requests sent: none is missing and none is extra."""
+    if not {"abort", "refused_429"} <= sent.keys():
+        pytest.skip("a test that sends requests to be counted did not run to its end")
 
     def new():
         return counted(server.metrics()) - before
