@@ -27,7 +27,7 @@ LONG = {**ONE, "max_tokens": 400, "ignore_eos": True}
 
 def post(api, body):
     path = "/chat/completions" if "messages" in body else "/completions"
-    return httpx.post(api.url + path, json=body, timeout=60, **PLAIN)
+    return httpx.post(api.url + path, json=body, **PLAIN)
 
 
 def answered(api, body):

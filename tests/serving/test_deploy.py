@@ -136,7 +136,7 @@ def test_serving_rayservice_config_with_serve_run(tmp_path, monkeypatch):
     with ray_cluster(num_cpus=1, object_store_memory=80 * 2**20) as cluster:
         command = [Path(sys.executable).parent / "serve", "run", "--address", cluster.address, tmp_path / "config.yaml"]
         process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
-        wait_until(lambda: httpx.get(f"{url}/health", **PLAIN).is_success, passing=(httpx.TransportError,))
+        wait_until(lambda: httpx.get(f"{url}/health", verify=False).is_success, passing=(httpx.TransportError,))
         assert httpx.post(f"{url}/v1/completions", json=body, headers=headers, **PLAIN).json()["choices"]
         assert httpx.post(f"{url}/v1/completions", json=body, **PLAIN).status_code == 401
         process.send_signal(signal.SIGINT)

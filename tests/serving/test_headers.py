@@ -30,7 +30,7 @@ def api(decoder):
 def ask(api, method="POST", path="/v1/completions", body=None, key="one", **headers):
     headers |= {"authorization": f"Bearer {key}"}
     url = api.url.removesuffix("/v1") + path
-    return httpx.request(method, url, json=body, headers=headers, timeout=60, **PLAIN)
+    return httpx.request(method, url, json=body, headers=headers, **PLAIN)
 
 
 REQUESTS = {  # by the status of the response

@@ -83,7 +83,7 @@ def test_answer_streams_with_draft_tokens_marked(api, show, monkeypatch):
     ask(page)
     messages = [{"role": "user", "content": MESSAGE}]
     whole = httpx.post(
-        f"{api.url}/chat/completions", json={**SENT, "messages": messages, "stream": False}, timeout=60, **PLAIN
+        f"{api.url}/chat/completions", json={**SENT, "messages": messages, "stream": False}, **PLAIN
     ).json()
     shown = page.locator(".answer p").first
     assert shown.evaluate("text => text.textContent") == whole["choices"][0]["message"]["content"]

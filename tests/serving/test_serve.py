@@ -75,8 +75,8 @@ def long_answer(client, **params):
     return complete(client, **{"max_tokens": 300, "temperature": 2, "extra_body": {"ignore_eos": True}, **params})
 
 
-def load(server):
-    return httpx.get(server.url.replace("/v1", "/health"), **PLAIN).json()
+def load(server, **options):
+    return httpx.get(server.url.replace("/v1", "/health"), **{**PLAIN, **options}).json()
 
 
 # ---- answers --------------------------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ def test_malformed_body_returns_400_with_error_object(server, body):
 
 def test_unknown_path_or_method_returns_error_object(server):
     for method, path, status in (("GET", "/v1/embeddings", 404), ("GET", "/v1/completions", 405)):
-        answer = httpx.request(method, f"http://127.0.0.1:{server.port}{path}")
+        answer = httpx.request(method, f"http://127.0.0.1:{server.port}{path}", **PLAIN)
         assert answer.status_code == status and answer.json()["error"]["message"]
 
 
@@ -299,7 +299,7 @@ def test_fuzzed_bodies_never_cause_a_500(server, request):
             body |= {"prompt": "a"} if path == "completions" else {"messages": [{"role": "user", "content": "a"}]}
         headers = {"Content-Type": "application/json"}
         content = json.dumps({**body, **fields}).encode()
-        answer = httpx.post(f"{server.url}/{path}", content=content, headers=headers, timeout=60, **PLAIN)
+        answer = httpx.post(f"{server.url}/{path}", content=content, headers=headers, **PLAIN)
         assert answer.status_code in (200, 400, 404), answer.text
         if answer.status_code != 200:
             error = answer.json()["error"]
@@ -472,7 +472,7 @@ def alive(process):
 def test_ray_proxy_limits_connections(server):
     def is_refused():
         try:
-            return not load(server)
+            return not load(server, timeout=5)
         except httpx.TimeoutException:
             return False
         except httpx.TransportError:

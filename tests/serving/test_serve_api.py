@@ -51,9 +51,7 @@ LONG_PROMPT = "def is_prime(n):\n    for i in range(2, n):\n" * 4
 
 def post(api, body, path="/completions", **headers):
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return httpx.post(
-        api.url + path, content=content, headers={"Content-Type": "application/json", **headers}, timeout=60, **PLAIN
-    )
+    return httpx.post(api.url + path, content=content, headers={"Content-Type": "application/json", **headers}, **PLAIN)
 
 
 def chat(client, messages, **params):
@@ -187,7 +185,7 @@ NAME = "x" * 5_000
          "a model's path", "a path"],
 )  # fmt: skip
 def test_error_repeats_at_most_100_characters_of_input(api, path, body):
-    answer = post(api, body, path) if body else httpx.get(api.url + path, timeout=60, **PLAIN)
+    answer = post(api, body, path) if body else httpx.get(api.url + path, **PLAIN)
     error = answer.json()["error"]
     assert answer.status_code in (400, 404) and len(error["param"] or "") <= 100
     assert error["message"].count("x") <= 110 and len(error["message"]) < 300
@@ -492,7 +490,7 @@ def half_a_request(api):
 
 
 def get_health(api):
-    return httpx.get(api.url.replace("/v1", "/health"), timeout=PATIENCE, **PLAIN)
+    return httpx.get(api.url.replace("/v1", "/health"), **PLAIN)
 
 
 def test_slow_bodies_fill_their_slots_but_health_still_responds(decoder):
@@ -770,7 +768,7 @@ def test_completion_keeps_leading_space_of_first_token(api, monkeypatch, stream)
     }
 
     def text():
-        answer = httpx.post(f"{api.url}/completions", json=params, timeout=60, **PLAIN).text
+        answer = httpx.post(f"{api.url}/completions", json=asked, **PLAIN).text
         if not stream:
             return json.loads(answer)["choices"][0]["text"]
         events = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith("data: {")]
@@ -804,8 +802,8 @@ def test_failed_request_is_counted_once(api, monkeypatch):
     monkeypatch.setattr(api.endpoint.metrics, "refused", lambda status: counted.append(status))
     monkeypatch.setattr(api.endpoint.metrics, "over", lambda job, outcome: counted.append(outcome))
     monkeypatch.setattr(api.endpoint, "limits", dataclasses.replace(api.endpoint.limits, timeout=0.02))
-    params = {"model": "embedded", "prompt": "def", "max_tokens": 400, "ignore_eos": True}
-    assert httpx.post(f"{api.url}/completions", json=params, timeout=60, **PLAIN).status_code == 504
+    asked = {"model": "embedded", "prompt": "def", "max_tokens": 400, "ignore_eos": True}
+    assert httpx.post(f"{api.url}/completions", json=asked, **PLAIN).status_code == 504
     assert counted == ["timeout"]
 
 

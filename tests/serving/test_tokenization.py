@@ -25,7 +25,7 @@ def api(decoder):
 
 
 def post(api, path, body, **headers):
-    return httpx.post(api.url.removesuffix("/v1") + path, json=body, headers=headers, timeout=60, **PLAIN)
+    return httpx.post(api.url.removesuffix("/v1") + path, json=body, headers=headers, **PLAIN)
 
 
 def test_tokenize_and_detokenize_round_trip(api, decoder):

@@ -32,10 +32,11 @@ from speculative.serving.http.endpoint import Endpoint
 from speculative.serving.settings import Limits
 from tests.support.later import openai
 from tests.support.paths import DRAFT, MAIN, ROOT
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 READY_SECONDS = 180
-PLAIN = {"verify": False}  # of HTTP without TLS: httpx else loads certificates for each request, which takes 27 ms
+# For httpx without TLS, which by default loads certificates for each request, in 27 ms, and gives up after 5 s.
+PLAIN = {"verify": False, "timeout": PATIENCE}
 # As where only requirements-serve.txt is installed: Ray Serve imports pandas if it can, half a second in each process.
 AS_SERVED = os.pathsep.join(filter(None, [str(ROOT / "tests/support/served"), os.environ.get("PYTHONPATH")]))
 METRICS_EXPORTED = {"RAY_metrics_report_interval_ms": "500"}  # by Ray's agent; every 10 seconds by default
