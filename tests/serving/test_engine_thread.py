@@ -120,7 +120,7 @@ def test_jobs_wait_for_free_cache_blocks(decoder):
 
 
 def test_job_moving_into_the_batch_still_occupies_a_slot(decoder, monkeypatch):
-    """It has left the queue and is not in the batch yet."""
+    """The job has left the queue and is not in the batch yet."""
     add_request, step = decoder.add_request, decoder.step
     entering, entered, checked = (threading.Event() for _ in range(3))
 

@@ -20,7 +20,7 @@ def drafting(api):
 
 
 def post(api, body, **headers):
-    return httpx.post(f"{api.url}/responses", json={**ASKED, **body}, headers=headers, **PLAIN)
+    return httpx.post(f"{api.url}/responses", json={**PARAMS, **body}, headers=headers, **PLAIN)
 
 
 def chat(client, messages, tokens=40):

@@ -768,7 +768,7 @@ def test_completion_keeps_leading_space_of_first_token(api, monkeypatch, stream)
     }
 
     def text():
-        answer = httpx.post(f"{api.url}/completions", json=asked, **PLAIN).text
+        answer = httpx.post(f"{api.url}/completions", json=params, **PLAIN).text
         if not stream:
             return json.loads(answer)["choices"][0]["text"]
         events = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith("data: {")]
@@ -802,8 +802,8 @@ def test_failed_request_is_counted_once(api, monkeypatch):
     monkeypatch.setattr(api.endpoint.metrics, "refused", lambda status: counted.append(status))
     monkeypatch.setattr(api.endpoint.metrics, "over", lambda job, outcome: counted.append(outcome))
     monkeypatch.setattr(api.endpoint, "limits", dataclasses.replace(api.endpoint.limits, timeout=0.02))
-    asked = {"model": "embedded", "prompt": "def", "max_tokens": 400, "ignore_eos": True}
-    assert httpx.post(f"{api.url}/completions", json=asked, **PLAIN).status_code == 504
+    params = {"model": "embedded", "prompt": "def", "max_tokens": 400, "ignore_eos": True}
+    assert httpx.post(f"{api.url}/completions", json=params, **PLAIN).status_code == 504
     assert counted == ["timeout"]
 
 

@@ -35,10 +35,10 @@ class Answer(BaseModel):
     why: Literal["because", ""]
 
 
-def ask(api, path="/chat/completions", **asked):
-    if "prompt" not in asked:
-        asked = {"messages": [HI], **asked}
-    body = {"model": "embedded", "temperature": 0, "max_tokens": 200, **asked}
+def ask(api, path="/chat/completions", **params):
+    if "prompt" not in params:
+        params = {"messages": [HI], **params}
+    body = {"model": "embedded", "temperature": 0, "max_tokens": 200, **params}
     return httpx.post(api.url + path, json=body, **PLAIN)
 
 

@@ -25,8 +25,8 @@ def drafting(api):
     api.endpoint.draft_length = 4  # the adaptive draft length depends on this machine
 
 
-def chunks(api, path, options, **asked):
-    body = {**ASKED, **PATHS[path], **asked, "stream_options": {"include_usage": True, **options}}
+def chunks(api, path, options, **params):
+    body = {**PARAMS, **PATHS[path], **params, "stream_options": {"include_usage": True, **options}}
     answer = httpx.post(api.url + path, json=body, **PLAIN)
     return [json.loads(event.removeprefix("data: ")) for event in answer.text.split("\n\n")[:-2]]
 

@@ -72,8 +72,8 @@ def request_params(**params):
     return {"model": "embedded", "messages": [HI], "tools": TOOLS, "temperature": 0, "max_tokens": 120, **params}
 
 
-def ask(api, **asked):
-    return httpx.post(f"{api.url}/chat/completions", json=asked_for(**asked), **PLAIN)
+def ask(api, **params):
+    return httpx.post(f"{api.url}/chat/completions", json=request_params(**params), **PLAIN)
 
 
 def checked(calls):
