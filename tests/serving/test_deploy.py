@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import compose_spec
 import httpx
@@ -23,6 +24,7 @@ from tests.support.serving import PLAIN, ray_cluster
 from tests.support.waiting import PATIENCE, wait_until
 
 application, schema = Later("speculative.serving.ray_serve.application"), Later("ray.serve.schema")
+exceptions = Later("ray.exceptions")
 DEPLOY = ROOT / "deploy"
 KEY = "a key that only tests know"
 
@@ -121,6 +123,28 @@ def test_builder_rejects_invalid_options(options, problem, monkeypatch):
     monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
     with pytest.raises(ValueError, match=re.escape(problem)):
         application.build({"options": options})
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            lambda: exceptions.ActorDiedError(),
+            "cannot listen: its proxy for 127.0.0.1:8123 ended. Choose another --port",
+        ),
+        (lambda: TimeoutError("HTTP proxies not available after 60s."), "did not start: HTTP proxies not available"),
+    ],
+)
+def test_failed_start_of_ray_serve_gives_one_sentence(error, reason, monkeypatch):
+    """The errors of Ray Serve's start that depend on which of its processes is first."""
+    settings = SimpleNamespace(host="127.0.0.1", port=8123, address=None, limits=SimpleNamespace(timeout=60))
+
+    def start(**_):
+        raise error()
+
+    monkeypatch.setattr(application.serve, "start", start)
+    with pytest.raises(application.ServeFailed, match=re.escape(f"Ray Serve {reason}")):
+        application.start(settings)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Ray's clusters are for Linux")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import ray
 from ray import serve
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.config import BackpressureConfig, RequestRouterConfig
 from ray.serve.deployment import Application
 from ray.serve.handle import DeploymentHandle
@@ -47,6 +47,13 @@ def start(settings: Settings) -> DeploymentHandle:
         )
     except RayTaskError as error:
         raise ServeFailed(f"Ray Serve cannot listen: {error.cause} Choose another --port or --host.") from error
+    except RayActorError as error:  # the controller replaced the proxy before its error was read
+        address = f"{in_url(settings.host)}:{settings.port}"
+        raise ServeFailed(
+            f"Ray Serve cannot listen: its proxy for {address} ended. Choose another --port or --host."
+        ) from error
+    except TimeoutError as error:
+        raise ServeFailed(f"Ray Serve did not start: {error} Try again when the machine is less busy.") from error
     if NAME in serve.status().applications and not ray_runtime.is_restarted():
         raise ServeFailed(
             f"the cluster already runs an application {NAME!r}: stop its serve_pair.py or, if that has ended, run "
