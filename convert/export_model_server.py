@@ -161,7 +161,9 @@ def plan(options: argparse.Namespace, context_length: int | None) -> tuple[Servi
         serving.notes.append(SPLIT_PROMPTS)
     check = check_pair(main, draft, npu=serving.stateful)
     if not check.sound:
-        reasons = "; ".join(f"{found.what}: {found.message}" for found in check.findings if found.level == "error")
+        reasons = "; ".join(
+            f"{finding.what}: {finding.message}" for finding in check.findings if finding.level == "error"
+        )
         raise ConvertError(f"not a sound pair: {reasons}")
     return serving, graph
 
@@ -193,7 +195,7 @@ def write_repository(options: argparse.Namespace, serving: Serving, graph: str, 
         copied = place_model(options.pair / "main", served / "main", options.copy)
         if serving.drafting:
             draft = options.pair / "draft"
-            copied = place_model(draft, served / "draft", options.copy, whole=not is_head(draft)) or copied
+            copied = place_model(draft, served / "draft", options.copy, subfolders=not is_head(draft)) or copied
             greedy_by_default(served / "main" / "generation_config.json", serving)
         write(served / "graph.pbtxt", graph)
         write(folder / "config.json", config)

@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
 class HalfOptions:
     """Options of the command line for one model of the pair."""
 
-    given: str  # hub id, folder or GGUF file
+    name: str  # hub id, folder or GGUF file
     revision: str | None
     weight_format: str
     weight_format_given: bool  # otherwise a GGUF file keeps its own
@@ -74,25 +74,25 @@ class HalfOptions:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Parse the command line into options; `halves` has those of "main" and "draft" (if any), `out_dir` is a Path."""
-    at = arguments.index("--") if "--" in arguments else len(arguments)
+    separator = arguments.index("--") if "--" in arguments else len(arguments)
     parser = build_parser()
-    options = parser.parse_intermixed_args(arguments[:at])
+    options = parser.parse_intermixed_args(arguments[:separator])
     if options.list:
         return options
     pair = known_pair(parser, options.pair) if options.pair else {}
     *models, out_dir = resolve_models(parser, options, pair)
     revisions = [options.revision, options.revision if options.draft_from_main else options.draft_revision]
     formats = resolve_formats(parser, options, pair)
-    given = [
+    formats_given = [
         bool(options.weight_format or "weight_format" in pair),
         bool(options.draft_weight_format or "draft_weight_format" in pair or options.draft_from_main),
     ]
-    extra = resolve_extra(parser, options, arguments[at + 1 :])
-    halves = map(HalfOptions, models, revisions, formats, given, extra)
+    extra = resolve_extra(parser, options, arguments[separator + 1 :])
+    halves = map(HalfOptions, models, revisions, formats, formats_given, extra)
     options.halves = dict(zip(HALVES, halves, strict=False))  # main alone without a draft
     if "wheel" in pair:
         wheel = source.Wheel(**pair["wheel"])
-        options.halves["main"].given, options.halves["main"].wheel = wheel.given, wheel
+        options.halves["main"].name, options.halves["main"].wheel = wheel.name, wheel
     options.out_dir = Path(out_dir)
     options.licence = pair.get("licence")
     return options
@@ -160,20 +160,20 @@ def resolve_models(parser: argparse.ArgumentParser, options: argparse.Namespace,
     if options.draft_from_main and options.without_draft:
         parser.error("--draft-from-main and --without-draft exclude each other; give one")
     alone = options.draft_from_main or options.without_draft
-    of_draft = ("draft_weight_format", "draft_args", "draft_revision", "other_tokenizer")
-    if options.without_draft and (useless := [name for name in of_draft if getattr(options, name)]):
-        parser.error(f"--{useless[0].replace('_', '-')} is for a draft; leave it out with --without-draft")
-    wanted = [] if pair else ["MAIN"] if alone else ["MAIN", "DRAFT"]
-    given = [str(Path("models", options.pair))] if pair and not options.models else options.models
-    if len(given) != len(wanted) + 1:
+    draft_options = ("draft_weight_format", "draft_args", "draft_revision", "other_tokenizer")
+    if options.without_draft and (unusable := [name for name in draft_options if getattr(options, name)]):
+        parser.error(f"--{unusable[0].replace('_', '-')} is for a draft; leave it out with --without-draft")
+    expected = [] if pair else ["MAIN"] if alone else ["MAIN", "DRAFT"]
+    positional = [str(Path("models", options.pair))] if pair and not options.models else options.models
+    if len(positional) != len(expected) + 1:
         parser.error(
-            f"expected {' '.join([*wanted, 'OUT_DIR'])}, got {' '.join(given) or 'nothing'}; "
+            f"expected {' '.join([*expected, 'OUT_DIR'])}, got {' '.join(positional) or 'nothing'}; "
             "--list shows known pairs, --help all options"
         )
     if pair:
         drafts = [] if options.without_draft or "draft" not in pair else [pair["draft"]]
-        return [pair["main"], *drafts, *given]
-    return [given[0], *given[-2:]] if options.draft_from_main else given  # MAIN twice
+        return [pair["main"], *drafts, *positional]
+    return [positional[0], *positional[-2:]] if options.draft_from_main else positional  # MAIN twice
 
 
 def resolve_formats(parser: argparse.ArgumentParser, options: argparse.Namespace, pair: dict) -> tuple[str, str]:
@@ -242,8 +242,8 @@ def print_known_pairs() -> None:
         lines.append(name)
         for half, form in (("main", "weight_format"), ("draft", "draft_weight_format")):
             if half in pair:
-                kept = "GGUF, weights kept" if "wheel" in pair and half == "main" else "OpenVINO IR already"
-                lines.append(f"  {half:9} {pair[half]} ({pair[half + '_size']}; {pair.get(form, kept)})")
+                kept_format = "GGUF, weights kept" if "wheel" in pair and half == "main" else "OpenVINO IR already"
+                lines.append(f"  {half:9} {pair[half]} ({pair[half + '_size']}; {pair.get(form, kept_format)})")
             else:
                 lines.append(f"  {half:9} none: prompt lookup drafts for it")
         lines += [f"  {key:9} {pair[key]}" for key in ("why", "licence", "device", "verified")]
@@ -262,8 +262,10 @@ def export_pair(options: argparse.Namespace) -> None:
     folder = PairFolder(options.out_dir)
     folder.open()
     try:
-        folder.refuse_foreign({half: asked.given for half, asked in options.halves.items()}, options.overwrite)
-        sources = {half: open_source(asked) for half, asked in options.halves.items()}
+        folder.refuse_foreign(
+            {half: half_options.name for half, half_options in options.halves.items()}, options.overwrite
+        )
+        sources = {half: open_source(half_options) for half, half_options in options.halves.items()}
         check_sources(sources, options)
         requests = {half: request(half, model, options) for half, model in sources.items()}
         records = {half: None if options.force else folder.finished(half, requests[half]) for half in sources}
@@ -276,23 +278,25 @@ def export_pair(options: argparse.Namespace) -> None:
         fingerprint = check_result(folder, options)
         folder.forget_others(options.halves)
         if folder.has_new_halves():
-            kept = folder.other_records(list(sources))
-            folder.install_pair({"format": 1, **kept, **records, "tokenizer_fingerprint": fingerprint, "date": now()})
+            other_records = folder.other_records(list(sources))
+            folder.install_pair(
+                {"format": 1, **other_records, **records, "tokenizer_fingerprint": fingerprint, "date": now()}
+            )
     finally:
         folder.close()
-    made = [options.out_dir / half for half in options.halves]
-    total = sum(folder_bytes(path) for path in made)
-    print(f"done: {', '.join(map(str, made))}, {options.out_dir}/pair.json ({total / 1e6:,.1f} MB)")
+    folders = [options.out_dir / half for half in options.halves]
+    total = sum(folder_bytes(path) for path in folders)
+    print(f"done: {', '.join(map(str, folders))}, {options.out_dir}/pair.json ({total / 1e6:,.1f} MB)")
     sample = "speculative_sampling_lm.py" if options.other_tokenizer else "speculative_decoding_lm.py"
-    sample = sample if len(made) == 2 else "prompt_lookup_decoding_lm.py"
-    print("try:", optimum_cli.shown(["python", f"samples/{sample}", *map(str, made), "def read_file(path):"]))
+    sample = sample if len(folders) == 2 else "prompt_lookup_decoding_lm.py"
+    print("try:", optimum_cli.shown(["python", f"samples/{sample}", *map(str, folders), "def read_file(path):"]))
 
 
 def check_sources(sources: dict[str, source.Source], options: argparse.Namespace) -> None:
     """Check what can be checked before hours of exporting."""
     main, draft = sources["main"], sources.get("draft")
     if not main.is_gguf and is_head(main.folder):
-        raise ConvertError(f"{main.given} is an EAGLE-3 head, a draft for another model; give that model as MAIN", 2)
+        raise ConvertError(f"{main.name} is an EAGLE-3 head, a draft for another model; give that model as MAIN", 2)
     if draft and not draft.is_gguf and is_head(draft.folder):
         options.halves["draft"].layers = eagle3_source.check_fit(draft, main)
     elif draft:
@@ -306,7 +310,7 @@ def refuse_equal_weights(main: source.Source, options: argparse.Namespace) -> No
     """Raise ConvertError if the main model keeps its weights, and a draft made from it would not be smaller."""
     if main.is_ir:
         raise ConvertError(
-            f"--draft-from-main would make a draft as large as the main model: {main.given} is OpenVINO IR, which is "
+            f"--draft-from-main would make a draft as large as the main model: {main.name} is OpenVINO IR, which is "
             "copied unchanged; give its Hugging Face checkpoint as MAIN, or a DRAFT",
             2,
         )
@@ -315,17 +319,19 @@ def refuse_equal_weights(main: source.Source, options: argparse.Namespace) -> No
     file, draft_format = gguf_source.open_file(main.gguf), options.halves["draft"].weight_format
     if gguf_source.bits(file) <= GGUF_BITS.get(draft_format, 16):
         raise ConvertError(
-            f"--draft-from-main would make a draft as large as the main model: {main.given} keeps its "
+            f"--draft-from-main would make a draft as large as the main model: {main.name} keeps its "
             f"{gguf_source.matrix_types(file)[0]} weights, the draft gets {draft_format}; give --weight-format fp16",
             2,
         )
 
 
-def open_source(asked: HalfOptions) -> source.Source:
+def open_source(half_options: HalfOptions) -> source.Source:
     """Open the source of a half; that of a wheel is downloaded when it is needed."""
-    if asked.wheel:
-        return source.Source(asked.given, Path(), commit=f"sha256:{asked.wheel.sha256}", wheel=asked.wheel)
-    return source.open_source(asked.given, asked.revision)
+    if half_options.wheel:
+        return source.Source(
+            half_options.name, Path(), commit=f"sha256:{half_options.wheel.sha256}", wheel=half_options.wheel
+        )
+    return source.open_source(half_options.name, half_options.revision)
 
 
 def check_result(folder: PairFolder, options: argparse.Namespace) -> str | None:
@@ -362,29 +368,29 @@ def refuse_unsound(check: PairCheck, when: str, other_tokenizer: bool) -> None:
 
 def request(half: str, model: source.Source, options: argparse.Namespace) -> dict:
     """The request for a half: the part of its record that decides whether it can be reused."""
-    asked = {"source": model.given, "revision": model.commit, "content": None, "arguments": None}
+    half_request = {"source": model.name, "revision": model.commit, "content": None, "arguments": None}
     if model.commit is None:
-        asked["content"] = source.content_hash(model.folder, model.gguf)
+        half_request["content"] = source.content_hash(model.folder, model.gguf)
     if not model.is_ir:
-        asked["arguments"] = half_arguments(half, options, model)
-    return asked
+        half_request["arguments"] = half_arguments(half, options, model)
+    return half_request
 
 
 def half_arguments(half: str, options: argparse.Namespace, model: source.Source | None) -> list[str]:
     """The optimum-cli options of a half; `model` is None in a dry run with a hub id, whose size is unknown."""
-    asked = options.halves[half]
+    half_options = options.halves[half]
     if model and model.is_gguf:
         return gguf_arguments(half, options, model)
-    weight_format, extra = asked.weight_format, asked.extra
+    weight_format, extra = half_options.weight_format, half_options.extra
     added, sentences = [], []
     if options.device == "NPU":
-        parameters = source.count_parameters(model.folder) if model else source.parameters_by_name(asked.given)
+        parameters = source.count_parameters(model.folder) if model else source.parameters_by_name(half_options.name)
         channels = parameters > 4e9 or (model is not None and not group_size.fits(group_size.DEFAULT, model.folder))
         added, sentence = optimum_cli.npu_arguments(weight_format, parameters, channels, extra)
         sentences.append(sentence)
     if model and weight_format in group_size.GROUPED and not optimum_cli.names("--quant-mode", extra):
         size, sentence = group_size.choose(model.folder, [*added, *extra])
-        if size and (extra or not optimum_cli.has_recipe(model.given)):
+        if size and (extra or not optimum_cli.has_recipe(model.name)):
             added = [*added, "--group-size", str(size)]
             sentences.append(sentence)
     for sentence in sentences:
@@ -392,39 +398,41 @@ def half_arguments(half: str, options: argparse.Namespace, model: source.Source 
     extra = [*added, *extra]
     if optimum_cli.names("--quant-mode", extra):  # excludes --weight-format
         weight_format = None
-    if model.is_head if model else is_head_by_name(asked.given):
-        return head_arguments(asked, weight_format, extra)
+    if model.is_head if model else is_head_by_name(half_options.name):
+        return head_arguments(half_options, weight_format, extra)
     return optimum_cli.arguments_for(weight_format, extra, options.trust_remote_code)
 
 
-def head_arguments(asked: HalfOptions, weight_format: str | None, extra: list[str]) -> list[str]:
+def head_arguments(half_options: HalfOptions, weight_format: str | None, extra: list[str]) -> list[str]:
     """The options of the conversion of an EAGLE-3 head, which never runs code of its checkpoint."""
     if optimum_cli.names("--dataset", extra):
         raise ConvertError(
-            f"{asked.given} is an EAGLE-3 head, which optimum-cli cannot calibrate; give --dataset in --main-args", 2
+            f"{half_options.name} is an EAGLE-3 head, which optimum-cli cannot calibrate; give --dataset in "
+            "--main-args",
+            2,
         )
-    layers = ["--layers", ",".join(map(str, asked.layers))] if asked.layers else []
+    layers = ["--layers", ",".join(map(str, half_options.layers))] if half_options.layers else []
     return [*layers, *optimum_cli.arguments_for(weight_format, extra, trust_remote_code=False)]
 
 
-def is_head_by_name(given: str) -> bool:
-    return "eagle3" in given.lower()
+def is_head_by_name(name: str) -> bool:
+    return "eagle3" in name.lower()
 
 
 def gguf_arguments(half: str, options: argparse.Namespace, model: source.Source) -> list[str]:
     """The options of the conversion of a GGUF file."""
-    asked = options.halves[half]
+    half_options = options.halves[half]
     if options.device == "NPU":
         raise ConvertError(
             f"{half} is a GGUF file, whose weights an NPU does not take; {gguf_source.INSTEAD}, with --for NPU", 2
         )
-    if asked.extra:
+    if half_options.extra:
         raise ConvertError(
-            f"{' '.join(asked.extra)} is for optimum-cli, which does not convert {model.given}; give it with "
+            f"{' '.join(half_options.extra)} is for optimum-cli, which does not convert {model.name}; give it with "
             "--main-args or --draft-args to the other model",
             2,
         )
-    weight_format = asked.weight_format if asked.weight_format_given else None
+    weight_format = half_options.weight_format if half_options.weight_format_given else None
     if not model.gguf:  # in a wheel of a known pair
         return ["--weight-format", weight_format] if weight_format else []
     file = gguf_source.open_file(model.gguf)
@@ -436,13 +444,13 @@ def gguf_arguments(half: str, options: argparse.Namespace, model: source.Source)
 
 def print_commands(options: argparse.Namespace) -> None:
     """Print the commands of an export, without accessing the hub."""
-    for half, asked in options.halves.items():
-        given, revision = asked.given, asked.revision
+    for half, half_options in options.halves.items():
+        given, revision = half_options.name, half_options.revision
         output = str(options.out_dir / half)
-        if asked.wheel:
-            print(optimum_cli.shown(["python", *asked.wheel.command(), str(options.out_dir)]))
-            arguments = gguf_arguments(half, options, open_source(asked))
-            print(optimum_cli.shown(gguf_source.command(asked.wheel.file, output, arguments)))
+        if half_options.wheel:
+            print(optimum_cli.shown(["python", *half_options.wheel.command(), str(options.out_dir)]))
+            arguments = gguf_arguments(half, options, open_source(half_options))
+            print(optimum_cli.shown(gguf_source.command(half_options.wheel.file, output, arguments)))
             continue
         if source.is_hub_id(given):
             pinned = ["--revision", revision] if revision else []
@@ -465,8 +473,8 @@ def print_commands(options: argparse.Namespace) -> None:
                 print(f"# {given} is OpenVINO IR: copied to {output}")
                 continue
             main = options.halves["main"]
-            if model.is_head and not main.wheel and not source.is_hub_id(main.given):
-                asked.layers = eagle3_source.check_fit(model, open_source(main))
+            if model.is_head and not main.wheel and not source.is_hub_id(main.name):
+                half_options.layers = eagle3_source.check_fit(model, open_source(main))
             arguments = half_arguments(half, options, model)
             if model.gguf:
                 print(optimum_cli.shown(gguf_source.command(str(model.gguf), output, arguments)))
@@ -481,7 +489,7 @@ def require_space(folder: PairFolder, todo: list[tuple[source.Source, dict]]) ->
     """Raise ConvertError if the disk has too little space for the exports, before hours are spent."""
     if not todo:
         return
-    needed = [space_for(model, asked["arguments"]) for model, asked in todo]
+    needed = [space_for(model, half_request["arguments"]) for model, half_request in todo]
     free = shutil.disk_usage(folder.work).free
     if sum(needed) > free:
         raise ConvertError(
@@ -502,35 +510,37 @@ def space_for(model: source.Source, arguments: list[str] | None) -> int:
     )
 
 
-def make_half(half: str, model: source.Source, asked: dict, folder: PairFolder, options: argparse.Namespace) -> dict:
+def make_half(
+    half: str, model: source.Source, half_request: dict, folder: PairFolder, options: argparse.Namespace
+) -> dict:
     """Export or copy one half into the hidden folder; return its record, with no paths but the user's own."""
     started = datetime.now(timezone.utc)
     output = folder.start(half)
     command = None
     try:
-        if asked["arguments"] is None:
+        if half_request["arguments"] is None:
             print(
-                f"{half}: {model.given} is OpenVINO IR already: copied unchanged, no weight format applied", flush=True
+                f"{half}: {model.name} is OpenVINO IR already: copied unchanged, no weight format applied", flush=True
             )
             source.copy_ir(model, output)
         elif model.is_gguf:
-            command = convert_gguf(half, model, output, asked["arguments"], folder, options)
+            command = convert_gguf(half, model, output, half_request["arguments"], folder, options)
         else:
             optimum_cli.require_optimum()
             path = str(source.named_link(model, folder.temporary / half))
             if model.is_head:
-                run = eagle3_source.command(path, str(output), asked["arguments"])
-                made = eagle3_source.command(model.given, half, asked["arguments"])
+                run = eagle3_source.command(path, str(output), half_request["arguments"])
+                folders = eagle3_source.command(model.name, half, half_request["arguments"])
             else:
-                run = optimum_cli.command(path, asked["arguments"], str(output))
-                made = optimum_cli.command(model.given, asked["arguments"], half)
+                run = optimum_cli.command(path, half_request["arguments"], str(output))
+                folders = optimum_cli.command(model.name, half_request["arguments"], half)
             print(f"{half}: {optimum_cli.shown(run)}", flush=True)
             start = optimum_cli.run_head if model.is_head else optimum_cli.run
             start(run, folder.log(half), folder.temporary, options.verbose)
-            optimum_cli.use_given_name(output / "openvino_config.json", path, model.given)
-            command = optimum_cli.shown(made)
+            optimum_cli.use_given_name(output / "openvino_config.json", path, model.name)
+            command = optimum_cli.shown(folders)
         record = {
-            **asked,
+            **half_request,
             "command": command,
             "bytes": folder_bytes(output),
             "versions": versions(),

@@ -72,7 +72,6 @@ from speculative.bench.ratios import engines, ratio, verdict
 from speculative.bench.result import BenchmarkResult, CategoryRow, MethodRow, Ratio, StartCost
 from speculative.bench.startup import Start, start_costs
 from speculative.cli.arguments import (
-    above_zero,
     add_huge_pages_argument,
     add_pair_arguments,
     add_paths_argument,
@@ -82,10 +81,11 @@ from speculative.cli.arguments import (
     lengths,
     limit_in_genai,
     model_specs,
+    positive_float,
+    positive_int,
     refuse,
     refuse_unusable,
     require_draft_for,
-    whole,
 )
 from speculative.cli.parser import Parser
 from speculative.cli.processes import ctrl_c_raises
@@ -112,18 +112,21 @@ def parse_arguments() -> argparse.Namespace:
         help="draft lengths, 1-8 or 2,4 (default: 2,4,8)",
     )
     parser.add_argument(
-        "--tree-depth", type=whole, metavar="D", help="also GenAI's trees of this depth with K tokens (EAGLE-3 drafts)"
+        "--tree-depth",
+        type=positive_int,
+        metavar="D",
+        help="also GenAI's trees of this depth with K tokens (EAGLE-3 drafts)",
     )
     parser.add_argument(
-        "--branching-factor", type=whole, metavar="B", help="branching factor of GenAI's trees (default: 4)"
+        "--branching-factor", type=positive_int, metavar="B", help="branching factor of GenAI's trees (default: 4)"
     )
     add_paths_argument(parser, PATHS)
     parser.add_argument(
-        "--temperature", type=above_zero, metavar="T", help="temperature of the sampled path (default: 1)"
+        "--temperature", type=positive_float, metavar="T", help="temperature of the sampled path (default: 1)"
     )
     parser.add_argument(
         "--context",
-        type=whole,
+        type=positive_int,
         metavar="N",
         help="prepend N tokens of other text to every prompt (kept in the KV cache)",
     )
@@ -212,25 +215,25 @@ def jobs(arguments: argparse.Namespace, constrained: bool = False) -> list[Proce
         huge_pages=arguments.huge_pages,
     )
     pair = replace(alone, name="GenAI with the draft", draft=draft)
-    found = [alone]
+    jobs = [alone]
     if "draft" in paths:
         name = "GenAI, draft alone"
-        found.append(replace(alone, name=name, main=draft, methods=((name, 0, 0.0),)))
+        jobs.append(replace(alone, name=name, main=draft, methods=((name, 0, 0.0),)))
     if "genai" in paths:
         chains = tuple((f"GenAI, K = {k}", k, 0.0) for k in ks)
-        found.append(replace(pair, methods=(*chains, *trees(arguments))))
+        jobs.append(replace(pair, methods=(*chains, *trees(arguments))))
     if "lookup" in paths:
         name = "GenAI, prompt lookup"
-        found.append(replace(alone, name=name, lookup=True, methods=((name, f"lookup {LOOKUP}", 0.0),)))
+        jobs.append(replace(alone, name=name, lookup=True, methods=((name, f"lookup {LOOKUP}", 0.0),)))
     ours = list(our_methods(ks, paths, arguments.temperature, constrained))
     drafted = [one for one in ours if one[1] in (*ks, "adaptive", TWO_SOURCES)]
     if ours and (not drafted or is_head(draft.folder)):
         others = tuple(one for one in ours if one not in drafted)
-        found.append(replace(alone, name="ours, main alone", engine=NATIVE, methods=others))
+        jobs.append(replace(alone, name="ours, main alone", engine=NATIVE, methods=others))
         ours = drafted
     if ours:
-        found.append(replace(pair, name="ours with the draft", engine=NATIVE, methods=tuple(ours)))
-    return found
+        jobs.append(replace(pair, name="ours with the draft", engine=NATIVE, methods=tuple(ours)))
+    return jobs
 
 
 def our_methods(ks: list[int], paths: list[str], temperature: float, constrained: bool):
@@ -287,7 +290,7 @@ def summarise(methods: list[Method], keeps_caches: bool) -> list[MethodRow]:
 
 def by_category(methods: list[Method], prompts: list[Prompt]) -> list[CategoryRow]:
     """Speedup and acceptance rate of each drafting method, per prompt category that has answers of several tokens."""
-    alone, found = baselines(methods), []
+    alone, category_rows = baselines(methods), []
     categories: dict[str, list[int]] = {}
     for i, prompt in enumerate(prompts):
         categories.setdefault(prompt.category or "other", []).append(i)
@@ -302,7 +305,7 @@ def by_category(methods: list[Method], prompts: list[Prompt]) -> list[CategoryRo
             runs = [method.rounds[r][i] for r in rounds for i in chosen]
             proposed, accepted = [n for run in runs for n in run.proposed], [n for run in runs for n in run.accepted]
             speedups = [method.throughput(r, chosen) / baseline.throughput(r, chosen) for r in rounds]
-            found.append(
+            category_rows.append(
                 {
                     "category": category,
                     "name": method.name,
@@ -312,7 +315,7 @@ def by_category(methods: list[Method], prompts: list[Prompt]) -> list[CategoryRo
                     "prompts": len(chosen),
                 }
             )
-    return found
+    return category_rows
 
 
 def compare(methods: list[Method]) -> list[Ratio]:
@@ -491,8 +494,8 @@ def table_of_methods(rows: list[MethodRow], best: list[MethodRow | None]) -> lis
         lines.append(
             f"{one['name']:<{width}}{one['throughput']:10.1f}   {one['speedup']:5.2f}x ({low:.2f}-{high:.2f})"
             f"{one['gain_percent']:+8.0f} %   {one['forward_speedup']:8.2f}   {ttft:>8}   {1000 * one['tpot']:8.2f}"
-            f"   {known(one['acceptance_rate'], '.2f'):>10}   {one['block_efficiency']:10.2f}"
-            f"   {known(one['outside'], '.1%'):>7}   {one['repetition']:10.2f}"
+            f"   {formatted(one['acceptance_rate'], '.2f'):>10}   {one['block_efficiency']:10.2f}"
+            f"   {formatted(one['outside'], '.1%'):>7}   {one['repetition']:10.2f}"
             f"   {same:>13}{'   <- best' if one in best else ''}"
         )
     return lines
@@ -521,7 +524,7 @@ def table_of_categories(parts: list[dict]) -> list[str]:
     width = width_of(parts)
     lines = [
         f"{part['category']:<22} {part['prompts']:>7}   {part['name']:<{width}} {part['speedup']:7.2f}x"
-        f"   {known(part['acceptance_rate'], '.2f'):>10}   {part['repetition']:10.2f}"
+        f"   {formatted(part['acceptance_rate'], '.2f'):>10}   {part['repetition']:10.2f}"
         for part in parts
     ]
     title = f"category               prompts   {'method':<{width}}  speedup   acceptance   repetition"
@@ -541,14 +544,14 @@ def width_of(rows: list[dict]) -> int:
     return max([len("per-position acceptance"), *(len(one["name"]) for one in rows)]) + 1
 
 
-def known(value: float | None, form: str) -> str:
+def formatted(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
 def compared(fact: Ratio) -> str:
     rounds_, prompts = fact["range"], fact["interval"]
-    of_prompts = f"over {fact['prompts']} prompts {prompts[0]:.2f}-{prompts[1]:.2f}" if prompts else "of few prompts"
-    return f"{fact['what']}: {fact['ratio']:.2f} (over rounds {rounds_[0]:.2f}-{rounds_[1]:.2f}, {of_prompts})"
+    over_prompts = f"over {fact['prompts']} prompts {prompts[0]:.2f}-{prompts[1]:.2f}" if prompts else "of few prompts"
+    return f"{fact['what']}: {fact['ratio']:.2f} (over rounds {rounds_[0]:.2f}-{rounds_[1]:.2f}, {over_prompts})"
 
 
 # ---- the program ----------------------------------------------------------------------------------------------------
@@ -609,10 +612,10 @@ def result_of(
         "rounds": len(methods[0].rounds),
     }
     categories, comparisons = by_category(methods, prompts), compare(methods)
-    words, asked = verdict(comparisons, starts_done), arguments.rounds * arguments.starts
+    words, requested_rounds = verdict(comparisons, starts_done), arguments.rounds * arguments.starts
     return {
         "program": "benchmark",
-        "summary": summary(rows, categories, words, measured.costs, measured.load, asked, left_out),
+        "summary": summary(rows, categories, words, measured.costs, measured.load, requested_rounds, left_out),
         "environment": facts,
         "rows": rows,
         "categories": categories,

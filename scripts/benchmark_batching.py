@@ -40,9 +40,9 @@ from speculative.cli.arguments import (
     add_starts_argument,
     lengths,
     limit_in_genai,
+    positive_int,
     refuse_unusable,
     require_draft_for,
-    whole,
 )
 from speculative.cli.parser import Parser
 from speculative.cli.processes import ctrl_c_raises
@@ -73,7 +73,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--cache-tokens",
-        type=whole,
+        type=positive_int,
         default=CACHE_TOKENS,
         metavar="N",
         help="KV-cache size of our engine for all texts together (default: %(default)s); GenAI's grows as needed",
@@ -160,7 +160,7 @@ def compare(methods: list[Load], clients: list[int]) -> list[LoadRatio]:
     }
     first = next(iter(drafting))
     genai = [method for method in methods if method.name.startswith("GenAI")]
-    found = []
+    comparisons = []
     for n in clients:
         best = max(genai, key=lambda method: statistics.median(span.throughput for span in method.rounds[n]))
         for what, one, other in (
@@ -173,8 +173,8 @@ def compare(methods: list[Load], clients: list[int]) -> list[LoadRatio]:
                 ratio, range_ = figures["speedup"], figures["speedup_range"]
                 same = {"same_text": figures["same_text"], "texts": figures["texts"]}
                 what = f"{what}, {counted(n, 'text')}"
-                found.append({"what": what, "ratio": ratio, "range": range_, "clients": n, **same})
-    return found
+                comparisons.append({"what": what, "ratio": ratio, "range": range_, "clients": n, **same})
+    return comparisons
 
 
 def summary(
@@ -182,7 +182,7 @@ def summary(
     comparisons: list[LoadRatio],
     memory: list[ProcessMemory],
     rounds: int,
-    asked: int,
+    requested_rounds: int,
     load: BackgroundLoad,
 ) -> list[str]:
     """The result in sentences."""
@@ -211,8 +211,8 @@ def summary(
         for one in memory
         if one["peak_bytes"]
     ]
-    if rounds < asked:
-        lines.append(f"Interrupted: {rounds} of {asked} rounds completed; only these are shown.")
+    if rounds < requested_rounds:
+        lines.append(f"Interrupted: {rounds} of {requested_rounds} rounds completed; only these are shown.")
     return [*lines, load.sentence] if load.sentence else lines
 
 

@@ -37,8 +37,8 @@ from speculative.cli.arguments import (
     add_huge_pages_argument,
     add_pair_arguments,
     model_specs,
+    positive_int,
     refuse_unusable,
-    whole,
 )
 from speculative.cli.parser import Parser
 from speculative.cli.progress import tqdm
@@ -66,17 +66,22 @@ def parse_arguments() -> argparse.Namespace:
     parser = Parser(description=__doc__)
     add_pair_arguments(parser)
     parser.add_argument(
-        "-k", "--num-assistant-tokens", type=whole, default=4, metavar="K", help="draft length for the bandwidth limit"
+        "-k",
+        "--num-assistant-tokens",
+        type=positive_int,
+        default=4,
+        metavar="K",
+        help="draft length for the bandwidth limit",
     )
     parser.add_argument(
         "--max-new-tokens",
-        type=whole,
+        type=positive_int,
         default=200,
         metavar="N",
         help="new tokens for the bandwidth limit (default: 200)",
     )
     parser.add_argument(
-        "--repeat", type=whole, default=9, metavar="N", help="repetitions of each measurement (default: 9)"
+        "--repeat", type=positive_int, default=9, metavar="N", help="repetitions of each measurement (default: 9)"
     )
     add_huge_pages_argument(parser)
     return parser.parse_args()
@@ -152,13 +157,13 @@ STARTS = 3  # of each kind, interleaved
 
 def starts(arguments: argparse.Namespace) -> list[CostsStart]:
     """Starts in new processes: without a model cache, filling it, and using it. Medians of several."""
-    found: dict[str, list[OneStart]] = {"no cache": [], "first": [], "second": []}
+    starts_by_cache: dict[str, list[OneStart]] = {"no cache": [], "first": [], "second": []}
     ours = Start("ours with the draft", NATIVE, with_draft=True)
     read_files(arguments.main, arguments.draft)
     for _ in range(min(STARTS, arguments.repeat)):
         with tempfile.TemporaryDirectory() as folder:
-            for name, cache in zip(found, ({}, {"CACHE_DIR": folder}, {"CACHE_DIR": folder}), strict=True):
-                found[name].append(run(job(ours, arguments, **cache)))
+            for name, cache in zip(starts_by_cache, ({}, {"CACHE_DIR": folder}, {"CACHE_DIR": folder}), strict=True):
+                starts_by_cache[name].append(run(job(ours, arguments, **cache)))
     return [
         {
             "start": name,
@@ -166,7 +171,7 @@ def starts(arguments: argparse.Namespace) -> list[CostsStart]:
             "peak_bytes": max(one["peak_bytes"] or 0 for one in runs) or None,
             "cache_bytes": runs[0]["cache_bytes"],
         }
-        for name, runs in found.items()
+        for name, runs in starts_by_cache.items()
     ]
 
 

@@ -23,7 +23,7 @@ from speculative.bench.harness import BackgroundLoad, environment
 from speculative.bench.load.clients import Target, ask, only_model
 from speculative.bench.load.metrics import RequestRecord
 from speculative.bench.load.server import StartedServer
-from speculative.cli.arguments import refuse_unsound, two_or_more, whole
+from speculative.cli.arguments import positive_int, refuse_unsound, two_or_more
 from speculative.cli.parser import Parser
 from speculative.cli.processes import ctrl_c_raises, ctrl_c_waits
 
@@ -37,11 +37,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("draft", type=Path, help="draft model (IR folder)")
     for name, kind, default, meaning in (
         ("--replicas", two_or_more, 2, "replicas of each server"),
-        ("--chats", whole, 16, "chats in a round"),
+        ("--chats", positive_int, 16, "chats in a round"),
         ("--turns", two_or_more, 5, "turns of a chat"),
-        ("--added", whole, 12, "lines that a turn adds to its chat"),
-        ("--clients", whole, 2, "requests at a time"),
-        ("--rounds", whole, 3, "interleaved rounds after a warm-up"),
+        ("--added", positive_int, 12, "lines that a turn adds to its chat"),
+        ("--clients", positive_int, 2, "requests at a time"),
+        ("--rounds", positive_int, 3, "interleaved rounds after a warm-up"),
     ):
         parser.add_argument(name, type=kind, default=default, metavar="N", help=f"{meaning} (default: %(default)s)")
     return parser.parse_args()
@@ -99,8 +99,8 @@ def main() -> int:
         with BackgroundLoad() as other:
             for round in range(-1, arguments.rounds):
                 for routing, target in targets.items():
-                    found = play(target, arguments, (round + 1) * arguments.chats)
-                    answers[routing] += found if round >= 0 else []
+                    round_answers = play(target, arguments, (round + 1) * arguments.chats)
+                    answers[routing] += round_answers if round >= 0 else []
     rows = [row(routing, answers[routing]) for routing in ROUTINGS]
     result = {"program": "benchmark_routing", "environment": environment(arguments, other), "rows": rows}
     print(table(rows), other.sentence, json.dumps(result), sep="\n")

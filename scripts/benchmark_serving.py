@@ -34,12 +34,22 @@ from typing import NamedTuple
 from speculative.bench.harness import BackgroundLoad, environment
 from speculative.bench.load.arguments import add_load_arguments, write_load_outputs
 from speculative.bench.load.clients import Target, closed_loop, only_model, round_trip
-from speculative.bench.load.metrics import EACH, Load, Span, break_even, counted, losses, row, table, take_turns
+from speculative.bench.load.metrics import (
+    PROMPTS_PER_RUN,
+    Load,
+    Span,
+    break_even,
+    counted,
+    losses,
+    row,
+    table,
+    take_turns,
+)
 from speculative.bench.load.processor_time import Meter
 from speculative.bench.load.server import StartedServer
 from speculative.bench.prompts import Prompt, read_prompts, shown_name, token_ids
 from speculative.bench.result import LoadRow
-from speculative.cli.arguments import refuse_in_native, refuse_unsound, whole
+from speculative.cli.arguments import positive_int, refuse_in_native, refuse_unsound
 from speculative.cli.parser import Parser
 from speculative.cli.processes import ctrl_c_raises, ctrl_c_waits
 from speculative.cli.properties import PROPERTY
@@ -59,7 +69,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--past-answers",
-        type=whole,
+        type=positive_int,
         metavar="TOKENS",
         help="with --suffix-decoding: also copy from past answers, of which TOKENS tokens are kept (default: none)",
     )
@@ -68,7 +78,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--property", **PROPERTY, help="OpenVINO property for both models (repeatable)")
     parser.add_argument(
         "--replicas",
-        type=whole,
+        type=positive_int,
         default=1,
         metavar="N",
         help="replicas of each server, which share the cores (default: 1)",
@@ -115,8 +125,8 @@ def temperature(text: str) -> float:
 
 def threads_of(arguments: argparse.Namespace) -> int:
     """The inference threads of a replica."""
-    given = dict(arguments.property).get("INFERENCE_NUM_THREADS")
-    return given if isinstance(given, int) and given > 0 else max(usable_cores() // arguments.replicas, 1)
+    threads = dict(arguments.property).get("INFERENCE_NUM_THREADS")
+    return threads if isinstance(threads, int) and threads > 0 else max(usable_cores() // arguments.replicas, 1)
 
 
 def endpoints(arguments: argparse.Namespace, stack: ExitStack) -> tuple[dict[str, Target], list[StartedServer]]:
@@ -147,8 +157,10 @@ def endpoints(arguments: argparse.Namespace, stack: ExitStack) -> tuple[dict[str
                 stack.callback(servers[name].end)
         urls = {name: server.url() for name, server in servers.items()}
     key = os.environ.get("OPENAI_API_KEY", "") if arguments.url else ""
-    found = {name: Target(url.rstrip("/"), arguments.model or "", key, arguments.chat) for name, url in urls.items()}
-    targets = {name: one._replace(model=one.model or only_model(one)) for name, one in found.items()}
+    targets_given = {
+        name: Target(url.rstrip("/"), arguments.model or "", key, arguments.chat) for name, url in urls.items()
+    }
+    targets = {name: one._replace(model=one.model or only_model(one)) for name, one in targets_given.items()}
     return targets, list(servers.values())
 
 
@@ -163,12 +175,12 @@ def loads(name: str, server: Target, prompts: list[Prompt], settings: dict, mete
         return span._replace(processor_time=meter.since(before, span)) if meter else span
 
     def constrained(clients: int, seconds: float, first: int) -> Span:  # other numbers: the server caches prompts
-        return run(clients, seconds, first + EACH // 2, schemas)
+        return run(clients, seconds, first + PROMPTS_PER_RUN // 2, schemas)
 
     return [Load(name, run), *([Load(name + CONSTRAINED, constrained)] if any(schemas) else [])]
 
 
-def summary(rows: list[LoadRow], done: int, asked: int, other: BackgroundLoad) -> list[str]:
+def summary(rows: list[LoadRow], done: int, requested_rounds: int, other: BackgroundLoad) -> list[str]:
     """The result in sentences."""
     lines = break_even([one for one in rows if one["method"] == DRAFT])
     constrained = break_even([one for one in rows if one["method"] == DRAFT + CONSTRAINED])
@@ -178,8 +190,8 @@ def summary(rows: list[LoadRow], done: int, asked: int, other: BackgroundLoad) -
         lines.append(f"Peak throughput {method}: {best['throughput']:.0f} tokens/s, with {counted(best['clients'])}.")
     lines += processor_use(rows)
     lines.append(losses(rows))
-    if done < asked:
-        lines.append(f"Interrupted: {done} of {asked} rounds completed; only these are shown.")
+    if done < requested_rounds:
+        lines.append(f"Interrupted: {done} of {requested_rounds} rounds completed; only these are shown.")
     return [*lines, other.sentence] if other.sentence else lines
 
 
@@ -220,9 +232,9 @@ def measure(arguments: argparse.Namespace, prompts: list[Prompt]) -> Measured:
     with ctrl_c_raises(), ExitStack() as stack:
         servers, started = endpoints(arguments, stack)
         meter = Meter(started, threads_of(arguments)) if started else None
-        there = [name for name in (ALONE, DRAFT) if name in servers]
-        methods = [method for name in there for method in loads(name, servers[name], prompts, settings, meter)]
-        latency = round_trip(servers[there[0]], [prompt.text for prompt in prompts]) if started else None
+        served = [name for name in (ALONE, DRAFT) if name in servers]
+        methods = [method for name in served for method in loads(name, servers[name], prompts, settings, meter)]
+        latency = round_trip(servers[served[0]], [prompt.text for prompt in prompts]) if started else None
         with BackgroundLoad() as other:
             complete = take_turns(methods, arguments.max_concurrency, arguments.seconds, arguments.rounds)
     return Measured(methods, servers, latency, other, complete)

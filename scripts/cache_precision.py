@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import openvino_genai
 
-from speculative.cli.arguments import refuse, whole
+from speculative.cli.arguments import positive_int, refuse
 from speculative.cli.parser import Parser
 from speculative.models import cached_model
 from speculative.models.cached_model import CachedModel
@@ -70,7 +70,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = Parser(description=__doc__)
     parser.add_argument("model", type=Path, help="IR folder")
     parser.add_argument("--text", type=Path, default=TEXT, help="text file to decode (default: README.md)")
-    parser.add_argument("--tokens", type=whole, default=120, help="number of its tokens to use (default: 120)")
+    parser.add_argument("--tokens", type=positive_int, default=120, help="number of its tokens to use (default: 120)")
     return parser.parse_args()
 
 

@@ -33,7 +33,7 @@ from speculative import decoder
 from speculative.bench import fixed_costs
 from speculative.bench.fixed_costs import DecodedText
 from speculative.bench.harness import BackgroundLoad, environment, output_file, time_in, write_outputs
-from speculative.bench.methods import ADAPTIVE_LOOKUP, TWO_SOURCES, config_of, with_source
+from speculative.bench.methods import ADAPTIVE_LOOKUP, TWO_SOURCES, native_config, with_source
 from speculative.bench.prompts import Prompt, read_prompts, shown_name, token_ids
 from speculative.bench.reporting.gains_table import span
 from speculative.cli.arguments import (
@@ -41,10 +41,10 @@ from speculative.cli.arguments import (
     add_prompt_arguments,
     lengths,
     model_specs,
+    positive_int,
     refuse_unusable,
     temperatures,
     two_or_more,
-    whole,
 )
 from speculative.cli.parser import Parser
 from speculative.cli.pipeline_arguments import seed_number
@@ -89,7 +89,7 @@ def parse_arguments() -> argparse.Namespace:
         "--costs", type=saved_costs, metavar="FILE", help="use the costs of an earlier result of this program (JSON)"
     )
     parser.add_argument(
-        "--samples", type=whole, default=1, metavar="N", help="texts per prompt above temperature 0 (default: 1)"
+        "--samples", type=positive_int, default=1, metavar="N", help="texts per prompt above temperature 0 (default: 1)"
     )
     parser.add_argument(
         "--seed", type=seed_number, default=0, metavar="N",
@@ -114,8 +114,8 @@ def saved_costs(text: str) -> Costs:
 
 def sources(has_draft: bool, ks: list[int]) -> dict[str, int | str]:
     """The names of the sources, and their draft lengths as `with_source` takes them."""
-    of_draft = {**{f"draft, K = {k}": k for k in ks}, "draft, adaptive": "adaptive", BOTH: TWO_SOURCES}
-    return {SUFFIX: ADAPTIVE_LOOKUP, **(of_draft if has_draft else {})}
+    draft_sources = {**{f"draft, K = {k}": k for k in ks}, "draft, adaptive": "adaptive", BOTH: TWO_SOURCES}
+    return {SUFFIX: ADAPTIVE_LOOKUP, **(draft_sources if has_draft else {})}
 
 
 def measure(arguments: argparse.Namespace, prompts: list[Prompt], ids: list[np.ndarray]) -> tuple[list[Decoded], Costs]:
@@ -126,24 +126,24 @@ def measure(arguments: argparse.Namespace, prompts: list[Prompt], ids: list[np.n
     costs = engine.draft_length.costs = arguments.costs or engine.draft_length.costs
     forward_passes = [time_in(model) for model in engine.models]
     categories = [prompt.category or "other" for prompt in prompts]
-    found = []
-    asked = sources(draft is not None, arguments.num_assistant_tokens)
+    decoded = []
+    draft_lengths = sources(draft is not None, arguments.num_assistant_tokens)
     samples = {temperature: arguments.samples if temperature else 1 for temperature in arguments.temperature}
-    with tqdm(total=len(asked) * sum(samples.values()) * len(ids), unit="text", leave=False) as bar:
+    with tqdm(total=len(draft_lengths) * sum(samples.values()) * len(ids), unit="text", leave=False) as bar:
         for temperature, count in samples.items():
-            for name, draft_length in asked.items():
+            for name, draft_length in draft_lengths.items():
                 bar.set_description(f"{name}, temperature {temperature:g}")
-                of_source = with_source(engine, draft_length)
-                config = config_of(draft_length, temperature, arguments.max_new_tokens)
+                source_engine = with_source(engine, draft_length)
+                config = native_config(draft_length, temperature, arguments.max_new_tokens)
                 runs = [
                     fixed_costs.decode_all(
-                        of_source, config, ids, categories, costs, forward_passes, arguments.seed + i, bar.update
+                        source_engine, config, ids, categories, costs, forward_passes, arguments.seed + i, bar.update
                     )
                     for i in range(count)
                 ]
-                texts = [fixed_costs.total(of_prompt) for of_prompt in zip(*runs, strict=True)]
-                found.append(Decoded(name, temperature, count, texts))
-    return found, costs
+                texts = [fixed_costs.total(samples_of_prompt) for samples_of_prompt in zip(*runs, strict=True)]
+                decoded.append(Decoded(name, temperature, count, texts))
+    return decoded, costs
 
 
 # ---- rows, tables and sentences -------------------------------------------------------------------------------------
@@ -165,28 +165,28 @@ def row_of(decoded: Decoded, costs: Costs) -> dict:
 
 
 def categories_of(decoded: Decoded, costs: Costs) -> list[dict]:
-    found = []
+    rows = []
     for category in sorted({text.category for text in decoded.texts}):
         texts = decoded.only(category).texts
         speedup = fixed_costs.rate(texts) / fixed_costs.rate(fixed_costs.plain(texts, costs))
         name = {"source": decoded.source, "temperature": decoded.temperature}
-        found.append({"category": category, **name, "speedup": speedup, "texts": len(texts) * decoded.samples})
-    return found
+        rows.append({"category": category, **name, "speedup": speedup, "texts": len(texts) * decoded.samples})
+    return rows
 
 
-def ratios_of(found: list[Decoded]) -> list[dict]:
+def ratios_of(decoded: list[Decoded]) -> list[dict]:
     """The adaptive draft length and both sources, relative to the best of the others; of both sources also the lowest
     category."""
     ratios = []
-    for temperature in dict.fromkeys(one.temperature for one in found):
-        here = {one.source: one for one in found if one.temperature == temperature}
-        fixed = [one for name, one in here.items() if name.startswith("draft, K")]
-        single = [one for name, one in here.items() if name != BOTH]
+    for temperature in dict.fromkeys(one.temperature for one in decoded):
+        by_source = {one.source: one for one in decoded if one.temperature == temperature}
+        fixed = [one for name, one in by_source.items() if name.startswith("draft, K")]
+        single = [one for name, one in by_source.items() if name != BOTH]
         for name, others in (("draft, adaptive", fixed), (BOTH, single)):
-            if name in here and others:
-                ratios.append(ratio_of(here[name], others))
-        if BOTH in here:
-            ratios.append(lowest_by_category(here[BOTH], single))
+            if name in by_source and others:
+                ratios.append(ratio_of(by_source[name], others))
+        if BOTH in by_source:
+            ratios.append(lowest_by_category(by_source[BOTH], single))
     return ratios
 
 
@@ -194,7 +194,7 @@ def lowest_by_category(decoded: Decoded, others: list[Decoded]) -> dict:
     """The ratio of a source in the category in which it is the lowest."""
     categories = sorted({text.category for text in decoded.texts})
     ratios = [ratio_of(decoded.only(one), [other.only(one) for other in others]) for one in categories]
-    category, lowest = min(zip(categories, ratios, strict=True), key=lambda found: found[1]["ratio"])
+    category, lowest = min(zip(categories, ratios, strict=True), key=lambda entry: entry[1]["ratio"])
     return {**lowest, "what": f"{lowest['what']}, lowest category ({category})"}
 
 
@@ -248,9 +248,9 @@ def main() -> int:
         prompts = read_prompts(arguments.prompts, arguments.max_prompts)
         ids = token_ids(prompts, arguments.main, arguments.max_new_tokens)
     with exit_on(RuntimeError, ValueError), BackgroundLoad() as load:
-        found, costs = measure(arguments, prompts, ids)
-    rows, ratios = [row_of(one, costs) for one in found], ratios_of(found)
-    categories = [row for one in found for row in categories_of(one, costs)]
+        decoded, costs = measure(arguments, prompts, ids)
+    rows, ratios = [row_of(one, costs) for one in decoded], ratios_of(decoded)
+    categories = [row for one in decoded for row in categories_of(one, costs)]
     facts = {
         **environment(arguments, load),
         "prompts": f"{len(prompts)} of {shown_name(arguments.prompts)}",

@@ -49,14 +49,14 @@ from speculative.bench import harness
 from speculative.bench.cluster import child_process, hosts
 from speculative.bench.cluster.child_process import ChildFailed, OutOfTime
 from speculative.bench.cluster.hosts import Place
-from speculative.bench.cluster.ray_nodes import NodeLost, connect, spread
+from speculative.bench.cluster.ray_nodes import NodeLost, connect, distribute
 from speculative.bench.devices import matrix
 from speculative.bench.devices.matrix import ALONE, MEASURED, Cell, Device, device_list
 from speculative.bench.devices.results import ResultsFile
 from speculative.bench.prompts import read_prompts, token_ids
 from speculative.bench.result import SwapEnvironment
 from speculative.cli import former_options
-from speculative.cli.arguments import above_zero, add_run_arguments, lengths, refuse, refuse_unsound
+from speculative.cli.arguments import add_run_arguments, lengths, positive_float, refuse, refuse_unsound
 from speculative.cli.parser import Parser
 from speculative.cli.processes import ctrl_c_raises
 from speculative.cli.progress import tqdm
@@ -68,9 +68,8 @@ from speculative.pair.engines import GENAI, NATIVE, engine_id
 
 LONGEST_ON_NPU = 7  # maximum K with main on an NPU, which takes 16 tokens at once: GenAI may grow K to twice its value
 JUDGE_SECONDS = 600
-METHOD = (
-    2  # of devices/cell.py: incremented when results change meaning, so that kept cells are not mixed in (2: no cache)
-)
+# of devices/cell.py: incremented when results change meaning, so that kept cells are not mixed in (2: no cache)
+METHOD = 2
 CELL_PROGRAM = [sys.executable, "-m", "speculative.bench.devices.cell"]
 
 
@@ -142,7 +141,7 @@ def add_cell_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--timeout",
-        type=above_zero,
+        type=positive_float,
         default=600,
         metavar="SECONDS",
         help="time limit per cell, loading included (default: 600)",
@@ -174,11 +173,11 @@ def run_here(job: dict, timeout: float, waiting=lambda: None) -> dict:
 
 def this_machine(arguments: argparse.Namespace) -> Place:
     try:
-        return hosts.of(None, run_here, arguments.devices, arguments.emulate_npu)
+        return hosts.look_up(None, run_here, arguments.devices, arguments.emulate_npu)
     except ChildFailed as error:
         note(f"device detection failed ({error}), so each device is tried in its own cells")
         versions = [openvino_genai.__version__, ""]
-        return hosts.unknown(arguments.devices, run_here, versions, arguments.emulate_npu)
+        return hosts.without_detection(arguments.devices, run_here, versions, arguments.emulate_npu)
 
 
 def plan(arguments: argparse.Namespace, places: list[Place], prompts: list[list[int]]) -> list[Cell]:
@@ -238,13 +237,15 @@ def names(device: Device) -> tuple[str, ...]:
 
 def properties_of(device: Device, arguments: argparse.Namespace, prompts: list[list[int]]) -> dict:
     """The properties given for the device, plus NPU emulation and the lengths an NPU's static shapes need."""
-    properties = {key: value for wanted in names(device) for name, key, value in arguments.property if name == wanted}
+    properties = {
+        key: value for device_name in names(device) for name, key, value in arguments.property if name == device_name
+    }
     if device.emulated:
         properties["NPUW_DEVICES"] = "CPU"
     if device.is_npu:
         needed = {
-            "MAX_PROMPT_LEN": (max(map(len, prompts)), npu_model.PROMPT),
-            "MIN_RESPONSE_LEN": (arguments.max_new_tokens, npu_model.RESPONSE),
+            "MAX_PROMPT_LEN": (max(map(len, prompts)), npu_model.DEFAULT_PROMPT),
+            "MIN_RESPONSE_LEN": (arguments.max_new_tokens, npu_model.DEFAULT_RESPONSE),
         }
         for key, (tokens, default) in needed.items():
             if tokens > default:
@@ -264,29 +265,29 @@ def _size_and_date(file: Path) -> tuple[int, int]:
 # ---- measuring and saving -------------------------------------------------------------------------------------------
 
 
-def measure(cells: list[Cell], kept: ResultsFile, arguments: argparse.Namespace, places: list[Place]) -> bool:
+def measure(cells: list[Cell], results: ResultsFile, arguments: argparse.Namespace, places: list[Place]) -> bool:
     """Measure the cells that are not in the results file. Returns False after Ctrl-C."""
     present = [cell for cell in cells if cell.status != "absent"]
     for cell in present:
         for place in sorted(filter(lambda place: place.has(cell), places), key=lambda one: one.kind):
             place.take(cell)
-            outcome = kept.lines.get(cell.key())
+            outcome = results.lines.get(cell.key())
             if outcome and still_counts(outcome, arguments):
                 cell.take(outcome)
                 break
     todo = [cell for cell in present if not cell.measured]
     done = len(present) - len(todo)
     if done:
-        say(f"{done} of {len(present)} cells are already in {kept.path}; use --fresh to measure them again")
+        say(f"{done} of {len(present)} cells are already in {results.path}; use --fresh to measure them again")
     try:
         with ctrl_c_raises(), tqdm(total=len(present), initial=done, unit="cell") as bar:
             if arguments.address:
-                measure_in_cluster(todo, kept, arguments, places, bar)
+                measure_in_cluster(todo, results, arguments, places, bar)
                 return True
             for cell in todo:
                 bar.set_description(cell.name)
                 measure_one(cell, places[0], arguments, bar)
-                kept.append(cell.key(), cell.outcome())
+                results.append(cell.key(), cell.outcome())
                 bar.update()
     except KeyboardInterrupt:
         return False
@@ -294,24 +295,26 @@ def measure(cells: list[Cell], kept: ResultsFile, arguments: argparse.Namespace,
 
 
 def measure_in_cluster(
-    todo: list[Cell], kept: ResultsFile, arguments: argparse.Namespace, places: list[Place], bar: tqdm
+    todo: list[Cell], results: ResultsFile, arguments: argparse.Namespace, places: list[Place], bar: tqdm
 ) -> None:
     """Measure on all machines concurrently, one cell at a time each. Cells with no machine left are not run."""
     bar.set_description(f"on {len(places)} machine{'s' * (len(places) > 1)}")
 
     def done(cell: Cell, _: Place, __: None) -> None:
-        kept.append(cell.key(), cell.outcome())
+        results.append(cell.key(), cell.outcome())
         bar.update()
 
     while todo and places:
         kinds = hosts.assign(todo, places)
         before = len(places)
-        can = lambda cell, place, kinds=kinds: kinds.get(id(cell)) == place.kind and place.has(cell)  # noqa: E731
-        left = spread(todo, places, can, lambda cell, place: measure_one(cell, place, arguments, bar), done)
-        for cell, reason in left:
+        can_measure = lambda cell, place, kinds=kinds: kinds.get(id(cell)) == place.kind and place.has(cell)  # noqa: E731
+        unfinished = distribute(
+            todo, places, can_measure, lambda cell, place: measure_one(cell, place, arguments, bar), done
+        )
+        for cell, reason in unfinished:
             cell.reason = f"{reason}, and no other machine could take its cells" if reason else "its machine was lost"
             cell.machine = cell.machine_kind = ""
-        todo = [cell for cell, _ in left]
+        todo = [cell for cell, _ in unfinished]
         if len(places) == before:
             break
 
@@ -337,33 +340,33 @@ def measure_one(cell: Cell, place: Place, arguments: argparse.Namespace, bar: tq
     cell.measured = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
 
-def remark(cell: Cell, asked: list[int | str]) -> str:
+def remark(cell: Cell, requested: list[int | str]) -> str:
     """Caveats of a measured cell."""
     notes = []
     if any(device.emulated for device in cell.devices):
         notes.append("NPU code path on the CPU: not representative of an NPU's speed")
-    if cell.draft and cell.job["draft_lengths"] != asked:
+    if cell.draft and cell.job["draft_lengths"] != requested:
         notes.append(f"K limited to {LONGEST_ON_NPU}, the maximum for a main model on an NPU")
     return "; ".join(notes)
 
 
-def judge_differences(cells: list[Cell], kept: ResultsFile, places: list[Place]) -> None:
+def judge_differences(cells: list[Cell], results: ResultsFile, places: list[Place]) -> None:
     """Find the margin, in f32, at each text's first difference: one job for all cells."""
     differing = [cell for cell in cells if cell.difference]
-    asked = [one for cell in differing for one in cell.difference["places"]]
-    unique = [json.loads(text) for text in sorted({json.dumps(one, sort_keys=True) for one in asked})]
+    requested = [one for cell in differing for one in cell.difference["places"]]
+    unique = [json.loads(text) for text in sorted({json.dumps(one, sort_keys=True) for one in requested})]
     place = next((one for one in places if "CPU" in one.devices and not one.devices["CPU"].missing), None)
     if not unique or not (place or places):
         return
     job = {"main": differing[0].job["main"], "main_file": differing[0].job["main_file"], "differences": unique}
     key = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()[:32]
-    if key not in kept.lines:
+    if key not in results.lines:
         try:
-            kept.append(key, (place or places[0]).run(job, JUDGE_SECONDS))
+            results.append(key, (place or places[0]).run(job, JUDGE_SECONDS))
         except (ChildFailed, NodeLost) as error:
             note(f"could not determine whether the differences are near-ties: {error}")
             return
-    margins = kept.lines[key]["margins"]
+    margins = results.lines[key]["margins"]
     for cell in differing:
         cell.difference["margins"] = [margins[unique.index(one)] for one in cell.difference["places"]]
 
@@ -401,16 +404,16 @@ def main() -> int:
     with exit_on(ValueError, status=2):
         prompts = read_prompts(arguments.prompts, arguments.max_prompts)
         ids = [one.tolist() for one in token_ids(prompts, arguments.main, arguments.max_new_tokens)]
-        kept = ResultsFile(arguments.results)
+        results = ResultsFile(arguments.results)
         if arguments.address:
             with connect(arguments.address, [arguments.main, arguments.draft], note) as machines:
                 places = hosts.in_cluster(machines, arguments.devices, arguments.emulate_npu, note)
-                devices, cells, finished = swap(arguments, prompts, ids, kept, places)
+                devices, cells, finished = swap(arguments, prompts, ids, results, places)
         else:
-            devices, cells, finished = swap(arguments, prompts, ids, kept, [this_machine(arguments)])
+            devices, cells, finished = swap(arguments, prompts, ids, results, [this_machine(arguments)])
     summary = matrix.summary(cells)
     labels = [device.label for device in devices]
-    described = [matrix.described(cell) for cell in cells]
+    described = [matrix.cell_result(cell) for cell in cells]
     result = {
         "program": "device_swap",
         "summary": summary,
@@ -418,17 +421,17 @@ def main() -> int:
         "matrix": {"main_devices": labels, "draft_devices": [ALONE, *labels], "cells": described},
         "rows": matrix.rows(cells),
     }
-    if kept.problem:
-        say(f"error: {kept.path} was not written: {kept.problem}; free space or use another file with --results")
+    if results.problem:
+        say(f"error: {results.path} was not written: {results.problem}; free space or use another file with --results")
     harness.write_outputs(arguments, result, "\n".join([matrix.table(cells), *summary, ""]))
     if not finished:
         return 130
     unmeasured = any(cell.status == "not run" for cell in cells)
-    return 1 if kept.problem or unmeasured or not any(cell.has_figures for cell in cells) else 0
+    return 1 if results.problem or unmeasured or not any(cell.has_figures for cell in cells) else 0
 
 
 def swap(
-    arguments: argparse.Namespace, prompts: list, ids: list[list[int]], kept: ResultsFile, places: list[Place]
+    arguments: argparse.Namespace, prompts: list, ids: list[list[int]], results: ResultsFile, places: list[Place]
 ) -> tuple[list[Device], list[Cell], bool]:
     """Measure missing cells and compare all. Returns the devices, the cells, and False if Ctrl-C interrupted.
 
@@ -437,24 +440,28 @@ def swap(
     if not places:
         raise ValueError("no machine of the Ray cluster is usable: all were skipped")
     devices = hosts.all_devices(places)
-    known = {name for device in devices for name in names(device)}
-    if unknown := [name for name, _, _ in arguments.property if name not in known]:
+    known_names = {name for device in devices for name in names(device)}
+    if unknown := [name for name, _, _ in arguments.property if name not in known_names]:
         raise ValueError(
-            f"--property names {unknown[0]!r}, which is not one of the devices: {', '.join(sorted(known - {''}))}"
+            f"--property names {unknown[0]!r}, which is not one of the devices: {', '.join(sorted(known_names - {''}))}"
         )
     cells = plan(arguments, places, ids)
     if arguments.fresh:
         try:
-            kept.forget({cell.key() for cell in cells for place in places if place.has(cell) and not place.take(cell)})
+            results.forget(
+                {cell.key() for cell in cells for place in places if place.has(cell) and not place.take(cell)}
+            )
         except OSError as error:
-            raise ValueError(f"cannot write {kept.path} ({error.strerror}): use another file with --results") from None
-    finished = measure(cells, kept, arguments, places)
+            raise ValueError(
+                f"cannot write {results.path} ({error.strerror}): use another file with --results"
+            ) from None
+    finished = measure(cells, results, arguments, places)
     tokenizer = openvino_genai.Tokenizer(str(arguments.main))
     matrix.compare(cells, [prompt.id for prompt in prompts], tokenizer)
     try:
         with ctrl_c_raises():
             if finished:
-                judge_differences(cells, kept, places)
+                judge_differences(cells, results, places)
     except KeyboardInterrupt:
         finished = False
     return devices, cells, finished

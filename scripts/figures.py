@@ -177,9 +177,9 @@ def read_kept() -> dict[str, RecordedResult]:
     return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(KEPT.glob("*.json"))}
 
 
-def missing(asked: list[str], kept: dict[str, RecordedResult], commit: str, again: bool) -> list[str]:
+def missing(requested: list[str], recorded: dict[str, RecordedResult], commit: str, again: bool) -> list[str]:
     """The results to measure: missing ones and, with `again`, those of another commit."""
-    return [name for name in asked if name not in kept or (again and kept[name]["commit"] != commit)]
+    return [name for name in requested if name not in recorded or (again and recorded[name]["commit"] != commit)]
 
 
 def present_commit() -> str:
@@ -223,11 +223,11 @@ def run(command: str) -> list[str]:
     terminal. Raises RuntimeError if it fails, KeyboardInterrupt if it was interrupted."""
     (ROOT / "build").mkdir(exist_ok=True)
     arguments = [sys.executable, *shlex.split(command)]
-    usual = signal.signal(signal.SIGINT, lambda *_: None)  # the command handles Ctrl-C and cleans up
+    previous = signal.signal(signal.SIGINT, lambda *_: None)  # the command handles Ctrl-C and cleans up
     try:
         done = subprocess.run(arguments, cwd=ROOT, stdout=subprocess.PIPE, encoding="utf-8")
     finally:
-        signal.signal(signal.SIGINT, usual)
+        signal.signal(signal.SIGINT, previous)
     if done.returncode in (130, -2):
         raise KeyboardInterrupt
     if done.returncode or not done.stdout.strip():
@@ -253,11 +253,11 @@ def pairs_for(command: str) -> list[str]:
 # ---- the pages ------------------------------------------------------------------------------------------------------
 
 
-def rendered(text: str, kept: dict[str, RecordedResult]) -> str:
+def rendered(text: str, recorded: dict[str, RecordedResult]) -> str:
     """A page's text with the content between the markers generated from the saved results."""
 
-    def block(found: re.Match) -> str:
-        begin, name, end = found.groups()
+    def block(match: re.Match) -> str:
+        begin, name, end = match.groups()
         tables = {
             "gains": gains,
             "overview": overview,
@@ -265,49 +265,53 @@ def rendered(text: str, kept: dict[str, RecordedResult]) -> str:
             "structured": structured,
             "summary": summary,
         }
-        return begin + (tables[name](kept) if name in tables else shown(name, kept.get(name))) + end
+        return begin + (tables[name](recorded) if name in tables else shown(name, recorded.get(name))) + end
 
     return BLOCK.sub(block, text)
 
 
-def shown(name: str, kept: RecordedResult | None) -> str:
-    if kept is None:
+def shown(name: str, recorded: RecordedResult | None) -> str:
+    if recorded is None:
         return f"Not measured yet: `make figures FIGURES={name}`.\n"
-    facts = kept["machine"]
+    facts = recorded["machine"]
     return (
-        f"```bash\n{kept['command']}\n```\n\n"
-        + "```text\n" + "\n".join(kept["output"]) + "\n```\n\n"
-        + f"Measured {facts['date']} at commit {kept['commit']} on {facts['processor']}, {facts['cores']} cores, "
+        f"```bash\n{recorded['command']}\n```\n\n"
+        + "```text\n" + "\n".join(recorded["output"]) + "\n```\n\n"
+        + f"Measured {facts['date']} at commit {recorded['commit']} on {facts['processor']}, {facts['cores']} cores, "
         f"{facts['memory']}, {facts['os']}, Python {facts['python']}, OpenVINO {facts['openvino']}, OpenVINO GenAI "
-        f"{facts['openvino_genai']}, in {kept['minutes']:g} minutes.\n"
+        f"{facts['openvino_genai']}, in {recorded['minutes']:g} minutes.\n"
     )  # fmt: skip
 
 
 def write_pages() -> None:
-    kept = read_kept()
+    recorded = read_kept()
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        if rendered(text, kept) != text:
-            atomic_write(page, rendered(text, kept))
+        if rendered(text, recorded) != text:
+            atomic_write(page, rendered(text, recorded))
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
-def list_figures(kept: dict[str, RecordedResult]) -> None:
+def list_figures(recorded: dict[str, RecordedResult]) -> None:
     for name, figure in FIGURES.items():
-        state = f"{kept[name]['machine']['date']} at commit {kept[name]['commit']}" if name in kept else "not measured"
+        state = (
+            f"{recorded[name]['machine']['date']} at commit {recorded[name]['commit']}"
+            if name in recorded
+            else "not measured"
+        )
         print(f"{name:<22} {figure.minutes:>3g} min   {state}")
 
 
 def main() -> int:
     prepare_output()
     arguments = parse_arguments()
-    kept, commit, failed = read_kept(), present_commit(), False
+    recorded, commit, failed = read_kept(), present_commit(), False
     if arguments.list:
-        list_figures(kept)
+        list_figures(recorded)
         return 0
-    to_do = [] if arguments.render else missing(arguments.names, kept, commit, arguments.again)
+    to_do = [] if arguments.render else missing(arguments.names, recorded, commit, arguments.again)
     KEPT.mkdir(exist_ok=True)
     for number, name in enumerate(to_do, start=1):
         command, minutes = FIGURES[name]

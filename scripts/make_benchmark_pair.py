@@ -40,7 +40,7 @@ import openvino_genai
 
 from speculative.bench import genai
 from speculative.bench.prompts import read_prompts
-from speculative.cli.arguments import above_zero, whole
+from speculative.cli.arguments import positive_float, positive_int
 from speculative.cli.parser import Parser
 from speculative.cli.processes import utf8_output
 from speculative.cli.progress import tqdm
@@ -76,7 +76,7 @@ DRAFT_SHAPE = Shape(4, 512, 8, 4, 64, 2304, 32000, 1)  # 34 M
 CONTEXT = 8192  # written to config.json
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}  # f32 throughout
 DRAFT_LENGTH = 4
-TOLERANCE, TRIES = 0.02, 6  # of the acceptance rate; few tokens cannot hit it closer than by one
+TOLERANCE, MAX_TRIALS = 0.02, 6  # of the acceptance rate; few tokens cannot hit it closer than by one
 COMPARED = 4  # prompts for comparing main's greedy tokens with the embedded main model's
 NOTE = "benchmark pair: the function of a small model at the shape of a large one, for measuring speed, not text"
 TOKENIZER_FILES = ("*token*", "chat_template.jinja", "generation_config.json")
@@ -92,13 +92,13 @@ def shape(text: str) -> Shape:
         chosen = asdict(SHAPES[name])
     else:
         raise argparse.ArgumentTypeError(f"unknown shape {name!r}: choose from {', '.join(SHAPES)}")
-    known = [field.name for field in fields(Shape)]
+    shape_keys = [field.name for field in fields(Shape)]
     for part in rest:
         key, _, value = part.partition("=")
-        if key not in known or not value.isdecimal() or not (int(value) or key == "tied"):
-            raise argparse.ArgumentTypeError(f"{part!r} is not one of {', '.join(known)} with a whole number")
+        if key not in shape_keys or not value.isdecimal() or not (int(value) or key == "tied"):
+            raise argparse.ArgumentTypeError(f"{part!r} is not one of {', '.join(shape_keys)} with a whole number")
         chosen[key] = int(value)
-    missing = [key for key in known if key not in chosen]
+    missing = [key for key in shape_keys if key not in chosen]
     if missing:
         raise argparse.ArgumentTypeError(f"{text!r} does not specify {', '.join(missing)}")
     return Shape(**chosen)
@@ -117,7 +117,7 @@ def rate(text: str) -> float:
 
 def new_tokens(text: str) -> int:
     """An argparse type: a whole number of 2 or more, enough for a time per token."""
-    if (value := whole(text)) < 2:
+    if (value := positive_int(text)) < 2:
         raise argparse.ArgumentTypeError(f"{text!r} new tokens are too few to time: use 2 or more")
     return value
 
@@ -145,7 +145,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--acceptance", type=rate, default=0.75, metavar="A", help="acceptance rate of the draft (default: 0.75)")
     add(
         "--temperature",
-        type=above_zero,
+        type=positive_float,
         default=0.0,
         metavar="T",
         help="measure acceptance with sampling at this temperature, without top-k and top-p (default: greedy)",
@@ -214,12 +214,12 @@ def open_sources(parser: argparse.ArgumentParser, arguments: argparse.Namespace)
     arguments.draft_source = arguments.source
     if arguments.draft_shape.layers < len(arguments.source.layers):
         arguments.draft_source = essential(arguments.source)
-    for role, source, wanted in (
+    for role, source, required in (
         ("shape", arguments.source, arguments.shape),
         ("draft-shape", arguments.draft_source, arguments.draft_shape),
     ):
         try:
-            refuse_misfit(shape_of(source), wanted)
+            refuse_misfit(shape_of(source), required)
         except ValueError as error:
             parser.error(f"--{role}: {error}")
 
@@ -236,8 +236,8 @@ def is_benchmark_pair(folder: Path) -> bool:
 def essential(main: llama_ir.Llama) -> llama_ir.Llama:
     """The main model with the layers it was grown from (scripts/train_embedded_pair.py: 4, then 10)."""
     deep, shallow = len(main.layers), 4
-    kept = [i for i in range(deep) if not i or i * shallow // deep != (i - 1) * shallow // deep]
-    return replace(main, layers=[main.layers[i] for i in kept])
+    kept_layers = [i for i in range(deep) if not i or i * shallow // deep != (i - 1) * shallow // deep]
+    return replace(main, layers=[main.layers[i] for i in kept_layers])
 
 
 def with_noise(model: llama_ir.Llama, noise: float, seed: int) -> llama_ir.Llama:
@@ -301,7 +301,7 @@ def make_draft(arguments: argparse.Namespace, folder: Path) -> tuple[llama_ir.Ll
     Measured with the embedded main model, as the large one generates the same text. Acceptance falls with noise roughly
     as 1 - noise^2.5, which gives the first guess; further ones interpolate linearly between the nearest on both sides.
     """
-    asked, tried = arguments.acceptance, {}
+    target, rates = arguments.acceptance, {}
     main = cached_model.load(SOURCE)
 
     @functools.lru_cache(maxsize=1)
@@ -312,30 +312,30 @@ def make_draft(arguments: argparse.Namespace, folder: Path) -> tuple[llama_ir.Ll
     def try_with(noise: float) -> tuple[float, float]:
         """The acceptance rate, and the distance from it that counts as none: one token more or less."""
         write(grown(noise), folder)
-        tried[noise], step = acceptance_rate(main, folder, arguments, f"draft with noise {noise:.3f}")
-        print(f"draft with noise {noise:.3f}: acceptance {tried[noise]:.3f}", file=sys.stderr)
-        return tried[noise], max(TOLERANCE, 1.01 * step)
+        rates[noise], step = acceptance_rate(main, folder, arguments, f"draft with noise {noise:.3f}")
+        print(f"draft with noise {noise:.3f}: acceptance {rates[noise]:.3f}", file=sys.stderr)
+        return rates[noise], max(TOLERANCE, 1.01 * step)
 
-    if asked <= TOLERANCE:
+    if target <= TOLERANCE:
         try_with(1.0)
-    elif (most := try_with(0.0)[0]) > asked + TOLERANCE:
-        more, less = (0.0, most), (1.0, 0.0)  # noise and acceptance on both sides of the requested rate
-        noise = (1 - asked / most) ** 0.4
+    elif (highest := try_with(0.0)[0]) > target + TOLERANCE:
+        more, less = (0.0, highest), (1.0, 0.0)  # noise and acceptance on both sides of the requested rate
+        noise = (1 - target / highest) ** 0.4
         while True:
             rate, near = try_with(noise)
-            if abs(rate - asked) <= near or len(tried) >= TRIES:
+            if abs(rate - target) <= near or len(rates) >= MAX_TRIALS:
                 break
-            more, less = ((noise, rate), less) if rate > asked else (more, (noise, rate))
-            noise = more[0] + (less[0] - more[0]) * (more[1] - asked) / (more[1] - less[1])
-    elif most < asked - TOLERANCE and arguments.draft_source is not arguments.source:
+            more, less = ((noise, rate), less) if rate > target else (more, (noise, rate))
+            noise = more[0] + (less[0] - more[0]) * (more[1] - target) / (more[1] - less[1])
+    elif highest < target - TOLERANCE and arguments.draft_source is not arguments.source:
         print(
-            f"warning: the acceptance rate of this draft is at most {most:.3f}; for more, use --draft-shape with "
+            f"warning: the acceptance rate of this draft is at most {highest:.3f}; for more, use --draft-shape with "
             f"layers={len(arguments.source.layers)} or more",
             file=sys.stderr,
         )
-    noise = min(tried, key=lambda noise: abs(tried[noise] - asked))
+    noise = min(rates, key=lambda noise: abs(rates[noise] - target))
     draft = grown(noise)
-    if noise != [*tried][-1]:
+    if noise != [*rates][-1]:
         write(draft, folder)
     return draft, noise
 

@@ -45,7 +45,7 @@ from speculative.atomic_write import atomic_write
 from speculative.bench.capacity import measuring
 from speculative.bench.capacity.cluster import ROUTINGS
 from speculative.bench.capacity.costs import Costs, median
-from speculative.bench.capacity.planner import Goals, Plan, Planner, breaking_even
+from speculative.bench.capacity.planner import Goals, Plan, Planner, break_even_point
 from speculative.bench.capacity.replica import Settings
 from speculative.bench.capacity.sharing import ServerCosts
 from speculative.bench.capacity.tables import checks_table, drafting_table, plans_table, sentences
@@ -56,13 +56,13 @@ from speculative.bench.load.batch_methods import CACHE_TOKENS, Prompts
 from speculative.bench.prompts import read_prompts, token_ids
 from speculative.bench.result import Drawn
 from speculative.cli.arguments import (
-    above_zero,
     add_huge_pages_argument,
     add_prompt_arguments,
     model_specs,
+    positive_float,
+    positive_int,
     refuse_unusable,
     two_or_more,
-    whole,
 )
 from speculative.cli.parser import Parser
 from speculative.cli.properties import PROPERTY
@@ -168,16 +168,16 @@ def _add_workload_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--turns",
-        type=whole,
+        type=positive_int,
         metavar="N",
         help="turns of a chat; each prompt begins with the previous one (default: all prompts have the same beginning)",
     )
     group.add_argument(
-        "--think", type=above_zero, default=30.0, metavar="S", help="seconds between turns (default: 30)"
+        "--think", type=positive_float, default=30.0, metavar="S", help="seconds between turns (default: 30)"
     )
     group.add_argument(
         "--requests",
-        type=whole,
+        type=positive_int,
         default=300,
         metavar="N",
         help="simulated requests per number of replicas, at least 50 per replica and as many as arrive in "
@@ -187,10 +187,10 @@ def _add_workload_arguments(group: argparse._ArgumentGroup) -> None:
 
 def _add_goals_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--ttft-goal", type=above_zero, default=1.0, metavar="S", help="goal for TTFT, in seconds (default: 1)"
+        "--ttft-goal", type=positive_float, default=1.0, metavar="S", help="goal for TTFT, in seconds (default: 1)"
     )
     group.add_argument(
-        "--tpot-goal", type=above_zero, default=0.1, metavar="S", help="goal for TPOT, in seconds (default: 0.1)"
+        "--tpot-goal", type=positive_float, default=0.1, metavar="S", help="goal for TPOT, in seconds (default: 0.1)"
     )
     group.add_argument(
         "--percentile",
@@ -208,14 +208,14 @@ def _add_goals_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--max-queue",
-        type=whole,
+        type=positive_int,
         default=Limits.max_queue,
         metavar="N",
         help="maximum queue length per replica (default: %(default)s)",
     )
     group.add_argument(
         "--cache-tokens",
-        type=whole,
+        type=positive_int,
         default=Pair.cache_tokens,
         metavar="N",
         help="KV-cache size per replica, in tokens (default: %(default)s)",
@@ -227,7 +227,7 @@ def _add_goals_arguments(group: argparse._ArgumentGroup) -> None:
         help="the less loaded of two random replicas, or the one with the longest cached prefix (default: balanced)",
     )
     group.add_argument(
-        "--replicas", type=whole, default=1, metavar="N", help="replicas of the server in --against (default: 1)"
+        "--replicas", type=positive_int, default=1, metavar="N", help="replicas of the server in --against (default: 1)"
     )
 
 
@@ -245,14 +245,14 @@ def share(text: str) -> float:
 
 
 def percentile(text: str) -> float:
-    value = above_zero(text)
+    value = positive_float(text)
     if value >= 100:
         raise argparse.ArgumentTypeError(f"{text!r} is not a percentile above 0 and below 100")
     return value
 
 
 def rates(text: str) -> list[float]:
-    return [above_zero(part) for part in text.split(",")]
+    return [positive_float(part) for part in text.split(",")]
 
 
 def token_lengths(text: str) -> Lengths:
@@ -329,14 +329,14 @@ def costs_of(arguments: argparse.Namespace) -> tuple[Costs, Drawn]:
         costs, facts = measured_costs(arguments)
     else:
         with exit_on(ValueError, status=2):
-            found = [Costs.read(path) for path in arguments.costs]
-            for path, (_, facts) in zip(arguments.costs, found, strict=True):
-                if other := [key for key in SAME if facts.get(key) != found[0][1].get(key)]:
+            costs_read = [Costs.read(path) for path in arguments.costs]
+            for path, (_, facts) in zip(arguments.costs, costs_read, strict=True):
+                if other := [key for key in SAME if facts.get(key) != costs_read[0][1].get(key)]:
                     raise ValueError(
                         f"{path} has costs of another {other[0]} than {arguments.costs[0]}: give files of the same "
                         "models, devices and properties"
                     )
-        costs, facts = median([costs for costs, _ in found]), found[0][1]
+        costs, facts = median([costs for costs, _ in costs_read]), costs_read[0][1]
     if arguments.server:
         costs = dataclasses.replace(costs, server=arguments.server)
     if arguments.save_costs:
@@ -363,8 +363,8 @@ def workload_of(arguments: argparse.Namespace, costs: Costs, measured: Drawn) ->
 def plans_of(arguments: argparse.Namespace, planner: Planner, all_settings: list[Settings]) -> list[Plan]:
     if arguments.rate is None and not arguments.trace:
         return []
-    asked = arguments.rate or [planner.workload.trace_rate]
-    return [planner.plan(rate, settings) for rate in asked for settings in all_settings]
+    rates = arguments.rate or [planner.workload.trace_rate]
+    return [planner.plan(rate, settings) for rate in rates for settings in all_settings]
 
 
 def result_of(
@@ -372,7 +372,7 @@ def result_of(
 ) -> dict:
     """The program's result, as written in JSON."""
     workload, goals = planner.workload, planner.goals
-    even = breaking_even(drafting, workload.mean_output(planner.seed)) if drafting else None
+    even = break_even_point(drafting, workload.mean_output(planner.seed)) if drafting else None
     return {
         "program": "plan_capacity",
         "summary": sentences(plans, drafting, even, checks, goals),
@@ -408,8 +408,8 @@ def result_of(
     }  # fmt: skip
 
 
-def _shown(given: Lengths | None, trace: object, default: str) -> str:
-    return "as in the trace" if trace else given.text if given else default
+def _shown(lengths: Lengths | None, trace: object, default: str) -> str:
+    return "as in the trace" if trace else lengths.text if lengths else default
 
 
 def main() -> int:
@@ -431,8 +431,9 @@ def main() -> int:
         plans = plans_of(arguments, planner, all_settings)
         drafting = planner.drafting(all_settings[-1]) if costs.draft and plans else []
         with exit_on(ValueError, status=2):
+            measured_loads = arguments.against
             checks = (
-                planner.against(arguments.against, all_settings[-1], arguments.replicas) if arguments.against else []
+                planner.compare_with(measured_loads, all_settings[-1], arguments.replicas) if measured_loads else []
             )
     result = result_of(arguments, planner, plans, drafting, checks, measured)
     shown = [plans_table(plans, goals), drafting_table(drafting), checks_table(checks), "\n".join(result["summary"])]

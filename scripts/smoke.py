@@ -24,8 +24,8 @@ from speculative.bench import genai
 from speculative.bench.result import EngineCheck, SmokeResult
 from speculative.cli.arguments import (
     model_specs,
+    positive_int,
     refuse_unusable,
-    whole,
 )
 from speculative.cli.parser import Parser
 from speculative.error_text import one_line
@@ -54,10 +54,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="CPU", help="device of the main model (default: CPU)")
     parser.add_argument("--draft-device", default="CPU", help="device of the draft model (default: CPU)")
     parser.add_argument(
-        "-k", "--num-assistant-tokens", type=whole, default=4, metavar="K", help="draft length (default: 4)"
+        "-k", "--num-assistant-tokens", type=positive_int, default=4, metavar="K", help="draft length (default: 4)"
     )
     parser.add_argument(
-        "--max-new-tokens", type=whole, default=48, metavar="N", help="new tokens per prompt (default: 48)"
+        "--max-new-tokens", type=positive_int, default=48, metavar="N", help="new tokens per prompt (default: 48)"
     )
     parser.add_argument(
         "--min-acceptance", type=share, default=0.3, metavar="RATE", help="minimum acceptance rate (default: 0.3)"
@@ -73,16 +73,18 @@ def smoke(arguments: argparse.Namespace) -> SmokeResult:
     exact = {"EXECUTION_MODE_HINT": "ACCURACY"}  # f32 inference and KV cache, no quantized activations
     prompts = arguments.prompt or PROMPTS
     references = main_alone(arguments, prompts, exact)
-    of_genai, problems = check("GenAI", genai_outputs(arguments, prompts, exact), prompts, references)
-    if (of_genai["acceptance_rate"] or 0.0) < arguments.min_acceptance:
-        problems.append(f"the acceptance rate is {of_genai['acceptance_rate']}, below {arguments.min_acceptance}")
-    of_engine, found = check("this engine", engine_outputs(arguments, prompts, exact), prompts, references)
-    problems += found
+    genai_result, problems = check("GenAI", genai_outputs(arguments, prompts, exact), prompts, references)
+    if (genai_result["acceptance_rate"] or 0.0) < arguments.min_acceptance:
+        problems.append(f"the acceptance rate is {genai_result['acceptance_rate']}, below {arguments.min_acceptance}")
+    engine_result, engine_problems = check(
+        "this engine", engine_outputs(arguments, prompts, exact), prompts, references
+    )
+    problems += engine_problems
     return {
         "ok": not problems,
         "problems": problems,
-        **of_genai,
-        "engine": of_engine,
+        **genai_result,
+        "engine": engine_result,
         "draft_length": arguments.num_assistant_tokens,
         "new_tokens": arguments.max_new_tokens * len(prompts),
         "main": str(arguments.main),

@@ -251,18 +251,18 @@ def explain(methods: list[Method], costs: MeasuredCosts) -> str:
     plain = statistics.mean(part["verify_ms"] + part["overhead_ms"] for part in alone)
     predicted_draft = statistics.mean(1000 * method.draft_length * costs.draft_step for method in drafted)
     predicted_verify = statistics.mean(1000 * costs.verify(method.draft_length) for method in drafted)
-    found = {name: statistics.mean(part[name] for part in splits) for name in ("draft_ms", "verify_ms", "overhead_ms")}
-    whole = predicted_draft + predicted_verify
+    means = {name: statistics.mean(part[name] for part in splits) for name in ("draft_ms", "verify_ms", "overhead_ms")}
+    iteration_ms = predicted_draft + predicted_verify
     parts = {
-        "in the draft": found["draft_ms"] - predicted_draft,
-        "in the main model": found["verify_ms"] - predicted_verify,
-        "outside both models": found["overhead_ms"],
+        "in the draft": means["draft_ms"] - predicted_draft,
+        "in the main model": means["verify_ms"] - predicted_verify,
+        "outside both models": means["overhead_ms"],
     }
     shown = [f"{ms:+.2f} ms {where}" for where, ms in sorted(parts.items(), key=lambda part: -abs(part[1]))]
     return (
-        f"Reason, averaged over K: an iteration takes {sum(found.values()):.2f} ms, but its costs add up to "
-        f"{whole:.2f} ({', '.join(shown)}); a token without a draft takes {plain:.2f} ms, but its forward pass costs "
-        f"{1000 * costs.verify(0):.2f}."
+        f"Reason, averaged over K: an iteration takes {sum(means.values()):.2f} ms, but its costs add up to "
+        f"{iteration_ms:.2f} ({', '.join(shown)}); a token without a draft takes {plain:.2f} ms, but its forward pass "
+        f"costs {1000 * costs.verify(0):.2f}."
     )
 
 
@@ -271,9 +271,9 @@ def summary(
 ) -> list[str]:
     lines, rounds = [], len(methods[0].rounds)
     for t in dict.fromkeys(point["temperature"] for point in points):
-        of_t = [point for point in points if point["temperature"] == t]
-        best = next(point for point in of_t if point["best"])
-        expected = max(of_t, key=lambda point: point["predicted"])
+        rows_at = [point for point in points if point["temperature"] == t]
+        best = next(point for point in rows_at if point["best"])
+        expected = max(rows_at, key=lambda point: point["predicted"])
         low, high = best["speedup_range"]
         kind = f"At temperature {t:g}" if t else "Greedy"
         if best["speedup"] < 1:
@@ -282,7 +282,7 @@ def summary(
                 f"{best['speedup']:.2f}x ({low:.2f}-{high:.2f}). Do not use a draft here."
             )
             continue
-        near = [point["k"] for point in of_t if point["speedup"] >= low and not point["best"]]
+        near = [point["k"] for point in rows_at if point["speedup"] >= low and not point["best"]]
         over = f"over {rounds} round{'s' if rounds > 1 else ''}"
         also = f"; within measurement noise: K = {', '.join(map(str, near))}" if near else ""
         lines.append(

@@ -64,7 +64,7 @@ from speculative.bench.tuning.session import Ended
 from speculative.bench.tuning.settings import Setting, kind
 from speculative.bench.tuning.stages import Tuning
 from speculative.bench.tuning.verdict import Verdict, judge
-from speculative.cli.arguments import add_prompt_arguments, refuse_unsound, whole
+from speculative.cli.arguments import add_prompt_arguments, positive_int, refuse_unsound
 from speculative.cli.parser import Parser
 from speculative.cli.processes import ctrl_c_raises
 from speculative.cli.properties import PROPERTY
@@ -101,7 +101,11 @@ def parse_arguments() -> argparse.Namespace:
     add_machine_arguments(parser)
     add_prompt_arguments(parser, max_prompts=40)
     parser.add_argument(
-        "--max-new-tokens", type=whole, default=100, metavar="N", help="new tokens in the longest runs (default: 100)"
+        "--max-new-tokens",
+        type=positive_int,
+        default=100,
+        metavar="N",
+        help="new tokens in the longest runs (default: 100)",
     )
     parser.add_argument("--property", **PROPERTY, help="OpenVINO property for main and draft in every candidate")
     parser.add_argument(
@@ -157,7 +161,7 @@ def run_here(job: dict, timeout: float) -> dict:
 
 def this_machine(names: list[str] | None) -> list[Place]:
     try:
-        return [hosts.of(None, run_here, names or KINDS, False)]
+        return [hosts.look_up(None, run_here, names or KINDS, False)]
     except ChildFailed as error:
         raise ValueError(f"device detection failed ({error}): name working devices with --devices") from None
 

@@ -54,16 +54,16 @@ from speculative.bench.lossless.verdicts import POWER, judge
 from speculative.bench.prompts import read_prompts
 from speculative.bench.result import LosslessEnvironment
 from speculative.cli.arguments import (
-    above_zero,
     add_paths_argument,
     choose_paths,
     lengths,
     limit_in_genai,
     model_specs,
+    positive_float,
+    positive_int,
     refuse,
     refuse_unusable,
     require_draft_for,
-    whole,
 )
 from speculative.cli.parser import Parser
 from speculative.cli.pipeline_arguments import seed_number
@@ -98,7 +98,7 @@ def parse_arguments() -> argparse.Namespace:
         help="draft lengths, like 1-4 or 2,8 (default: 1,4,8 greedy, 2 sampled)",
     )
     parser.add_argument(
-        "--max-new-tokens", type=whole, default=64, metavar="N", help="new tokens per greedy text (default: 64)"
+        "--max-new-tokens", type=positive_int, default=64, metavar="N", help="new tokens per greedy text (default: 64)"
     )
     add_paths_argument(parser, PATHS)
     add_sample_arguments(parser)
@@ -125,15 +125,15 @@ def parse_arguments() -> argparse.Namespace:
 def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draws",
-        type=whole,
+        type=positive_int,
         metavar="N",
         help=f"samples per path (default: {DRAWS} for this project's engine, {GENAI_DRAWS} for GenAI)",
     )
-    parser.add_argument("--tokens", type=whole, default=4, metavar="N", help="tokens per sample (default: 4)")
-    parser.add_argument("--temperature", type=above_zero, default=1.0, help="sampling temperature (default: 1)")
-    parser.add_argument("--top-k", type=whole, metavar="N", help="top-k of the samples (default: off)")
+    parser.add_argument("--tokens", type=positive_int, default=4, metavar="N", help="tokens per sample (default: 4)")
+    parser.add_argument("--temperature", type=positive_float, default=1.0, help="sampling temperature (default: 1)")
+    parser.add_argument("--top-k", type=positive_int, metavar="N", help="top-k of the samples (default: off)")
     parser.add_argument(
-        "--top-p", type=above_zero, default=1.0, metavar="P", help="top-p of the samples (default: off)"
+        "--top-p", type=positive_float, default=1.0, metavar="P", help="top-p of the samples (default: off)"
     )
     parser.add_argument("--seed", type=seed_number, default=1, help="random seed (default: 1)")
 
@@ -189,16 +189,16 @@ def main() -> int:
         cells = exact_cells(engine.main, requests)
         methods = checked_methods(engine, main, draft, arguments.paths, arguments.num_assistant_tokens, arguments.seed)
         run(methods, requests)
-    found = judge(methods, engine.main, requests.prompts, cells)
-    print(tables(found, methods[0], arguments.max_new_tokens, arguments.tokens, len(cells)))
+    verdicts = judge(methods, engine.main, requests.prompts, cells)
+    print(tables(verdicts, methods[0], arguments.max_new_tokens, arguments.tokens, len(cells)))
     for sentence in left_out:
         print(sentence)
     document = {
-        "ok": found.hold(arguments.strict),
-        "reference": found.reference and found.reference.name,
+        "ok": verdicts.hold(arguments.strict),
+        "reference": verdicts.reference and verdicts.reference.name,
         "environment": environment(arguments, requests, properties, len(cells)),
-        "greedy": found.greedy,
-        "sampled": found.sampled,
+        "greedy": verdicts.greedy,
+        "sampled": verdicts.sampled,
     }
     print(json.dumps(document, ensure_ascii=False))
     return 0 if document["ok"] else 1

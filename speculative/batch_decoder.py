@@ -48,7 +48,7 @@ from speculative.models.vocabulary import SharedTokens
 from speculative.pair.model_info import config_facts
 from speculative.sampling.params import SamplingParams, stop_ids_of
 from speculative.sampling.proposal import Proposal
-from speculative.sequence.detokenizer import KEPT, cleans_up
+from speculative.sequence.detokenizer import CONTEXT_TOKENS, cleans_up
 from speculative.sequence.mask_thread import MaskThread
 from speculative.sequence.output import OutputProcessor
 from speculative.sequence.prompt import Prompt, encode
@@ -56,7 +56,7 @@ from speculative.sequence.result import GenerationResult, Step
 from speculative.sequence.sequence import Sequence
 
 PREFILL_CHUNK = 256  # most prompt tokens in one forward pass
-LEAST_PREFILL_CHUNK = 8  # prompt tokens that a forward pass may always include
+MIN_PREFILL_CHUNK = 8  # prompt tokens that a forward pass may always include
 PREFILL_SLOWDOWN = 3.0  # a forward pass with prompt tokens may take this many times as long as without
 SEEDED_DRAFT = 4  # draft length of seeded sampling: the adaptive one depends on timings and on other requests
 
@@ -78,20 +78,22 @@ class Request:
         self.slot: Slot  # in the main model's cache
         self.draft_slot: Slot | None = None  # in the draft model's
         self.proposer: Proposer | None = None
-        self.of_model: DraftModelProposer | None = None  # the proposer, or the part of it that uses the draft model
-        self.suffix: SuffixProposer | None = None  # to remember its answer with
-        self.matched_at = -1  # number of draft tokens at the last search for a match
+        # the proposer, or the part of it that uses the draft model
+        self.model_proposer: DraftModelProposer | None = None
+        self.suffix: SuffixProposer | None = None  # stores its answer for later requests
+        self.drafted_at_search = -1  # draft tokens at the last search for a match; -1: no search yet
         self.confidence: Confidence | None = None  # in the last draft token
-        self.match: Proposal | None = None  # the token that may be copied next: not random, so may be declined
-        self.copied = False  # has copied a token in this iteration, although there is a draft model
-        self.idle = False  # has finished drafting in this iteration
-        self.is_repeatable = False  # its text must depend on nothing but its seed
-        self.waits = False  # for its draft to read the text; it is not in this iteration
+        self.match: Proposal | None = None  # the token that may be copied next; as it is not random, it may be declined
+        self.copied = False  # whether it has copied a token in this iteration, although there is a draft model
+        self.done_drafting = False  # in this iteration
+        self.is_repeatable = False  # whether its text must depend on its seed only
+        # its draft model has not read all tokens yet: no main forward pass in this iteration
+        self.waits_for_draft = False
         self.random_state: Mapping[str, Any] = {}  # at the beginning of the iteration, if it is repeatable
         self.cached_tokens = 0  # prompt tokens taken from the prefix cache
         self.cancelled = False
         self.finished = False
-        self.error: Exception | None = None  # what made it fail
+        self.error: Exception | None = None  # the error that ended it
 
     @property
     def result(self) -> GenerationResult:
@@ -153,7 +155,7 @@ class BatchDecoder:
         self._masks = MaskThread()
         self._shared = shared
         self._requests: list[Request] = []
-        self._new: list[Request] = []  # since the last step
+        self._new: list[Request] = []  # added since the last step
         self._lock = threading.Lock()  # guards new requests and block reservations
 
     @property
@@ -175,7 +177,7 @@ class BatchDecoder:
         tokens = min(tokens, self.main.context)
         with self._lock:
             fits = self.main.has_room(tokens)
-            return fits and (not self.draft or self.draft.has_room(self._draft_length(tokens)))
+            return fits and (not self.draft or self.draft.has_room(self._draft_cache_length(tokens)))
 
     def add_request(
         self,
@@ -214,27 +216,27 @@ class BatchDecoder:
             logit_bias,
             prompt_logprobs,
         )
-        text = Sequence(ids, params, self.main.vocab_size, np.random.default_rng(params.seed))
+        sequence = Sequence(ids, params, self.main.vocab_size, np.random.default_rng(params.seed))
         decode = self.tokenizer and (lambda ids: self.tokenizer.decode(ids))
-        context = ids[-KEPT:].tolist() if continues else None
+        context = ids[-CONTEXT_TOKENS:].tolist() if continues else None
         output = OutputProcessor(params, decode, stream, None, self.cleans_up, context, hides_stop_token)
-        request = Request(text, output, self._policy(params))
-        request.result.prompt_logprobs = text.prompt_logprobs
+        request = Request(sequence, output, self._policy_for(params))
+        request.result.prompt_logprobs = sequence.prompt_logprobs
         request.is_repeatable = self._is_repeatable(params)
         if self.suffix:
             request.suffix = request.proposer = self.suffix.of_request(salt)
         with self._lock:
-            request.slot = self.main.slot(text.max_length, salt)
+            request.slot = self.main.slot(sequence.max_length, salt)
             if self.draft:
                 try:
-                    longest = self._draft_length(text.max_length)
+                    longest = self._draft_cache_length(sequence.max_length)
                     request.draft_slot = self.draft.slot(longest, salt, request.slot)
                 except OutOfBlocks:
                     request.slot.free_blocks()
                     raise
                 retokenizer = Retokenizer(self._shared) if self._shared else None
                 model = DraftModelProposer(request.draft_slot, self.main.vocab_size, retokenizer)
-                request.of_model = request.proposer = model
+                request.model_proposer = request.proposer = model
                 if self.suffix:  # past answers would make seeded text depend on other requests
                     seeded = params.do_sample and params.seed is not None
                     request.proposer = CombinedProposer(self.suffix.of_request(salt, past=not seeded), model)
@@ -255,24 +257,26 @@ class BatchDecoder:
         with self._lock:
             self._requests += self._new
             self._new = []
-        there = [request for request in self._requests if not request.cancelled and not request.error]
-        gains = self._iterate(there) if there else []
-        return gains + self._finalize()
+        active = [request for request in self._requests if not request.cancelled and not request.error]
+        outputs = self._iterate(active) if active else []
+        return outputs + self._finalize()
 
     def _iterate(self, requests: list[Request]) -> list[RequestOutput]:
         running = [request for request in requests if not request.sequence.is_prefill]
-        prompts = self._prompts([request for request in requests if request.sequence.is_prefill], len(running))
-        read = sum(part.missing for part in prompts.values())
+        prefills = self._schedule_prefills(
+            [request for request in requests if request.sequence.is_prefill], len(running)
+        )
+        num_prompt_tokens = sum(part.missing for part in prefills.values())
         if running:
-            self._draft(running, read)
-        running = [request for request in running if not (request.error or request.waits)]
+            self._draft(running, num_prompt_tokens)
+        running = [request for request in running if not (request.error or request.waits_for_draft)]
         verified = sum(request.sequence.num_logits for request in running)
         parts = {
             request: ScheduledTokens(request.slot, request.sequence.token_ids, request.sequence.num_logits)
             for request in running
-        } | prompts
-        if not parts:  # all failed while drafting, or wait
-            self._share(requests)
+        } | prefills
+        if not parts:  # all requests failed while drafting, or wait for their drafts
+            self._cache_verified_blocks(requests)
             return []
 
         begin = time.perf_counter()
@@ -282,45 +286,45 @@ class BatchDecoder:
         forced = {request for request in running if request.sequence.forced}
         steps: dict[Request, Step] = {}
         for request, rows in zip(parts, logits, strict=True):
-            if request.sequence.reads_prompt:
-                self._try(request, request.sequence.read_prompt, rows)
+            if request.sequence.needs_prompt_logprobs:
+                self._try(request, request.sequence.add_prompt_logprobs, rows)
             elif len(rows) and (step := self._try(request, request.sequence.verify, rows)):
                 steps[request] = step
         gained = sum(len(steps[request].tokens) for request in running if request in steps)
-        self.draft_length.update_main(verified, read, gained, time.perf_counter() - begin)
-        self._share(requests)
+        self.draft_length.update_main(verified, num_prompt_tokens, gained, time.perf_counter() - begin)
+        self._cache_verified_blocks(requests)
         for request in running:
             if request in steps and isinstance(request.policy, Estimate) and request not in forced:
                 step = steps[request]
                 if isinstance(request.policy, CombinedEstimate):
-                    request.policy.see(step.tokens)
+                    request.policy.observe(step.tokens)
                 elif request.match and step.accepted == step.proposed:
-                    request.policy.learn_declined(step.tokens[-1] == request.match.token)
+                    request.policy.observe_declined(step.tokens[-1] == request.match.token)
                 request.policy.update(step.proposed, step.accepted)
-        gains = [self._try(request, self._gain, request, step) for request, step in steps.items()]
-        return [gain for gain in gains if gain]
+        outputs = [self._try(request, self._process_step, request, step) for request, step in steps.items()]
+        return [output for output in outputs if output]
 
-    def _prompts(self, requests: list[Request], running: int) -> dict[Request, ScheduledTokens]:
-        """Schedule as many prompt tokens as the running requests can wait for, first come, first served. What a request
-        before computes for all that begin alike, the others wait for."""
+    def _schedule_prefills(self, requests: list[Request], running: int) -> dict[Request, ScheduledTokens]:
+        """Schedule prompt tokens, first come, first served, up to the number for which running requests can wait. A
+        request waits for blocks of a common prefix that an earlier request computes."""
         parts = {}
         for request in requests:
-            if request.sequence.reads_prompt:  # needs the logits of all its tokens
+            if request.sequence.needs_prompt_logprobs:  # needs the logits of all its tokens
                 parts[request] = ScheduledTokens(request.slot, *request.sequence.prompt_part)
                 continue
             request.cached_tokens += request.slot.match_prefix(request.sequence.token_ids)
             parts[request] = ScheduledTokens(request.slot, request.sequence.token_ids, 1)
-        return _scheduled(prompt_budget(self.draft_length.main, running), parts)
+        return _schedule(prompt_budget(self.draft_length.main, running), parts)
 
-    def _draft(self, running: list[Request], read: int) -> None:
+    def _draft(self, running: list[Request], num_prompt_tokens: int) -> None:
         """Run drafting rounds, each adding a token to every request that wants another. The main model's next forward
-        pass also includes `read` prompt tokens."""
+        pass also includes `num_prompt_tokens` prompt tokens."""
         for request in running:
             if request.is_repeatable and request.sequence.drafted:
                 request.sequence.random.bit_generator.state = request.random_state  # draw the same tokens again
-            request.sequence.drop_draft()  # left by an iteration that failed
-            request.confidence, request.match, request.idle, request.matched_at = None, None, False, -1
-            request.copied = request.waits = False
+            request.sequence.drop_draft()  # of an iteration that failed
+            request.confidence, request.match, request.done_drafting, request.drafted_at_search = None, None, False, -1
+            request.copied = request.waits_for_draft = False
             if request.is_repeatable:
                 request.random_state = request.sequence.random.bit_generator.state
             if isinstance(request.policy, Estimate):
@@ -340,23 +344,27 @@ class BatchDecoder:
                 for request in running:
                     self._try(request, self._find_match, request)
             search_seconds = time.perf_counter() - begin
-            if not (chosen := self._choose(running, read)):
+            if not (chosen := self._choose_requests(running, num_prompt_tokens)):
                 break
             begin = time.perf_counter()
-            computed = self._read(self.draft, [one for one in chosen if not one.copy]) if self.draft else 0
+            computed = (
+                self._run_draft_model(self.draft, [request for request in chosen if not request.copy])
+                if self.draft
+                else 0
+            )
             for request in chosen:
-                if not request.idle:
+                if not request.done_drafting:
                     self._try(request, self._propose, request)
             self.draft_length.update_draft(computed, time.perf_counter() - begin, search_seconds)
 
-    def _choose(self, running: list[Request], read: int) -> list[Request]:
-        """The requests that draft another token."""
+    def _choose_requests(self, running: list[Request], num_prompt_tokens: int) -> list[Request]:
+        """Return the requests that draft another token."""
         own: list[Request] = []
         others: list[Request] = []
         estimates: list[Estimate] = []  # of `others`
         for request in running:
             policy, drafted = request.policy, request.sequence.drafted - request.sequence.forced
-            if request.idle or request.error or not self._try(request, self._can_draft, request):
+            if request.done_drafting or request.error or not self._try(request, self._can_draft, request):
                 continue
             if isinstance(policy, Estimate):
                 if drafted < LONGEST:
@@ -365,8 +373,8 @@ class BatchDecoder:
             elif self._try(request, policy.should_draft, drafted, request.confidence):
                 own.append(request)
             else:  # ask only once: the confidence is overwritten by the next forward pass
-                request.idle = True
-        tokens = read + sum(request.sequence.num_logits for request in running)
+                request.done_drafting = True
+        tokens = num_prompt_tokens + sum(request.sequence.num_logits for request in running)
         indices = self.draft_length.choose(estimates, tokens, sum(not request.copy for request in own), bool(own))
         return own + [others[i] for i in indices]
 
@@ -377,77 +385,77 @@ class BatchDecoder:
 
     @staticmethod
     def _draft_forced(request: Request) -> None:
-        """Draft the tokens that the grammar forces. The draft model goes on behind them if it can."""
+        """Draft the tokens that the grammar forces. The draft model continues after them if it can."""
         if request.sequence.draft_forced():
             request.copied = True
-            model = request.of_model
-            alone = model is not None and model is request.proposer and not model.continues_others
-            request.idle = request.idle or alone
+            model = request.model_proposer
+            alone = model is not None and model is request.proposer and not model.continues_copies
+            request.done_drafting = request.done_drafting or alone
 
     @staticmethod
-    def _read(draft: BatchModel, requests: list[Request]) -> int:
+    def _run_draft_model(draft: BatchModel, requests: list[Request]) -> int:
         """Run the draft model over the requests' missing tokens; long ones are split over several iterations, in which
         their requests have no draft, or wait.
 
         Returns the number of tokens computed.
         """
-        asked = {}
+        needed = {}
         for request in sorted(requests, key=lambda request: not request.sequence.drafted):
-            slot, proposer = request.draft_slot, request.of_model
+            slot, proposer = request.draft_slot, request.model_proposer
             if not slot or not proposer:
                 continue
             if (ids := proposer.draft_ids(request.sequence.token_ids)) is not None:
                 slot.match_prefix(proposer.final_ids(request.sequence.verified_ids))
-                asked[request] = ScheduledTokens(slot, ids, 1)
-        parts = _scheduled(PREFILL_CHUNK, asked)
+                needed[request] = ScheduledTokens(slot, ids, 1)
+        parts = _schedule(PREFILL_CHUNK, needed)
         computed = sum(part.missing for part in parts.values())
         if parts:
             for part, rows in zip(parts.values(), draft.logits(list(parts.values())), strict=True):
                 part.slot.rows = rows
         for request in requests:
-            request.idle = request not in parts or not parts[request].last
-            request.waits = request.is_repeatable and request.idle and request in asked
-            if request.waits:  # and draws the same draft tokens later, or the output would not be lossless
+            request.done_drafting = request not in parts or not parts[request].last
+            request.waits_for_draft = request.is_repeatable and request.done_drafting and request in needed
+            if request.waits_for_draft:  # it draws the same draft tokens later, or the output would not be lossless
                 request.sequence.drop_draft()
                 request.sequence.random.bit_generator.state = request.random_state
         return computed
 
     def _find_match(self, request: Request) -> None:
         """Find the token that the request may copy next, for the policy to decide on."""
-        text, source, policy = request.sequence, request.proposer, request.policy
-        if request.idle or request.matched_at == text.drafted or not text.can_draft:
+        sequence, source, policy = request.sequence, request.proposer, request.policy
+        if request.done_drafting or request.drafted_at_search == sequence.drafted or not sequence.can_draft:
             return
-        request.matched_at = text.drafted
-        asked = text.token_ids, text.distribution, text.random
+        request.drafted_at_search = sequence.drafted
+        inputs = sequence.token_ids, sequence.distribution, sequence.random
         if isinstance(source, CombinedProposer):
             match, can_use_model = (
-                text.allowed(source.match(*asked)),
-                source.can_use_model(text.token_ids, request.copied),
+                sequence.if_allowed(source.match(*inputs)),
+                source.can_use_model(sequence.token_ids, request.copied),
             )
             if isinstance(policy, CombinedEstimate):
                 request.match = match
-                policy.foresee(match, can_use_model)
+                policy.set_next(match, can_use_model)
                 policy.copies = policy.prefers_copy(self.draft_length.step_worth)
             else:
                 request.match = match if source.is_trusted(match) else None
-            request.idle = not request.match and not can_use_model
+            request.done_drafting = not request.match and not can_use_model
         elif source and isinstance(policy, AcceptanceEstimate):
-            request.match = text.allowed(source.propose(*asked))
-            request.idle = request.match is None
+            request.match = sequence.if_allowed(source.propose(*inputs))
+            request.done_drafting = request.match is None
             if request.match:
-                policy.foresee(request.match.confidence())
+                policy.set_next(request.match.confidence())
 
     def _propose(self, request: Request) -> None:
-        text = request.sequence
-        source = request.of_model or request.proposer
+        sequence = request.sequence
+        source = request.model_proposer or request.proposer
         proposal = copy = request.copy
         if source and not proposal:
-            proposal = text.allowed(source.propose(text.token_ids, text.distribution, text.random))
+            proposal = sequence.if_allowed(source.propose(sequence.token_ids, sequence.distribution, sequence.random))
         if proposal is None:
-            request.idle = True
+            request.done_drafting = True
             return
         request.match, request.copied = None, request.copied or copy is not None
-        text.draft(proposal)
+        sequence.draft(proposal)
         request.confidence = proposal.confidence
         if isinstance(request.policy, CombinedEstimate):
             request.policy.draft(proposal, copied=copy is not None)
@@ -455,18 +463,18 @@ class BatchDecoder:
             request.policy.draft(proposal.confidence())
 
     @staticmethod
-    def _share(requests: list[Request]) -> None:
+    def _cache_verified_blocks(requests: list[Request]) -> None:
         """Share the requests' cached blocks with others, now that their tokens are verified."""
         for request in requests:
             if request.error:
                 continue
             verified = request.sequence.verified_ids
             request.slot.cache_full_blocks(verified)
-            if request.draft_slot and request.of_model:
-                request.draft_slot.cache_full_blocks(request.of_model.final_ids(verified))
+            if request.draft_slot and request.model_proposer:
+                request.draft_slot.cache_full_blocks(request.model_proposer.final_ids(verified))
 
-    def _gain(self, request: Request, step: Step) -> RequestOutput:
-        tokens, piece = request.output.take(step)
+    def _process_step(self, request: Request, step: Step) -> RequestOutput:
+        tokens, piece = request.output.add_step(step)
         used = len(tokens)
         step = step._replace(tokens=tokens, accepted=min(step.accepted, used), logprobs=step.logprobs[:used])
         if request.sequence.is_finished or request.result.finish_reason == "stop":
@@ -482,9 +490,9 @@ class BatchDecoder:
         rest = request.output.end()
         request.finished = True
         if request.suffix and not (request.cancelled or request.error):
-            text = request.sequence
-            end = text.num_prompt_tokens + len(request.result.tokens)
-            request.suffix.remember(text.token_ids[:end], text.num_prompt_tokens)
+            sequence = request.sequence
+            end = sequence.num_prompt_tokens + len(request.result.tokens)
+            request.suffix.remember(sequence.token_ids[:end], sequence.num_prompt_tokens)
         return rest
 
     def _finalize(self) -> list[RequestOutput]:
@@ -503,11 +511,11 @@ class BatchDecoder:
         self._requests = [request for request in self._requests if not request.finished]
         return last
 
-    def _draft_length(self, tokens: int) -> int:
+    def _draft_cache_length(self, tokens: int) -> int:
         """How many tokens the draft's cache needs for `tokens` tokens of the main model."""
         return self._shared.draft_length(tokens) if self._shared else tokens
 
-    def _policy(self, params: SamplingParams) -> DraftLengthPolicy | Estimate:
+    def _policy_for(self, params: SamplingParams) -> DraftLengthPolicy | Estimate:
         if params.tree_depth:
             raise ValueError(f"tree_depth={params.tree_depth} is not supported for many requests: leave it at 0")
         if policy := policy_from_params(params):
@@ -521,10 +529,11 @@ class BatchDecoder:
         return self.draft is not None and params.do_sample and params.seed is not None
 
     @staticmethod
-    def _try(request: Request, act: Callable[..., T], *arguments: object) -> T | None:
-        """Return what `act` returns. An exception ends only this request: it is stored as its error, None returned."""
+    def _try(request: Request, function: Callable[..., T], *arguments: object) -> T | None:
+        """Return what `function` returns. An exception ends only this request: it is stored as its error, None
+        returned."""
         try:
-            return act(*arguments)
+            return function(*arguments)
         except Exception as error:
             request.error = request.error or error
             return None
@@ -534,11 +543,11 @@ def prompt_budget(main: LatencyCurve, running: int) -> int:
     """The prompt tokens that a forward pass of the main model may include beside those of `running` requests."""
     if not running:
         return PREFILL_CHUNK
-    most = main.most(PREFILL_SLOWDOWN * main(running), beside=running)
-    return min(max(most, LEAST_PREFILL_CHUNK), PREFILL_CHUNK)
+    max_prompt_tokens = main.max_tokens(PREFILL_SLOWDOWN * main(running), other_tokens=running)
+    return min(max(max_prompt_tokens, MIN_PREFILL_CHUNK), PREFILL_CHUNK)
 
 
-def _scheduled(budget: int, parts: dict[Request, ScheduledTokens]) -> dict[Request, ScheduledTokens]:
+def _schedule(budget: int, parts: dict[Request, ScheduledTokens]) -> dict[Request, ScheduledTokens]:
     """The first of `parts` that fit into `budget` tokens, without those whose next block another one computes; the last
     one may be truncated, with fewer logits."""
     fitting: dict[Request, ScheduledTokens] = {}

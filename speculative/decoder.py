@@ -80,7 +80,7 @@ class Decoder:
         self.stop_token_ids = stop_token_ids
         self.grammars = grammars_of(tokenizer, main.vocab_size)
         self._cleans_up = tokenizer is not None and cleans_up(tokenizer)
-        self.kv_cache = _cache_notes(main, draft)
+        self.kv_cache = _cache_findings(main, draft)
         self._masks = MaskThread()
         self._busy = threading.Lock()
         self._random = np.random.default_rng()
@@ -123,8 +123,8 @@ class Decoder:
         config's `rng_seed` has no effect here. An unfinished iterator keeps the decoder busy until it is closed. Raises
         ValueError for an empty or too long prompt and for config options that are not supported.
         """
-        text = self._sequence(prompt, config, logit_bias=logit_bias)
-        return self._alone(text, self._policy(text.params), seed)
+        sequence = self._sequence(prompt, config, logit_bias=logit_bias)
+        return self._locked_steps(sequence, self._policy_for(sequence.params), seed)
 
     def generate(
         self,
@@ -144,35 +144,35 @@ class Decoder:
         position: the log-softmax of the main model's logits. Raises the same errors as `stream`.
         """
         begin = time.perf_counter()
-        takes_text = streamer is not None and not isinstance(streamer, StreamerBase)
-        if takes_text and not self.tokenizer:
+        streams_text = streamer is not None and not isinstance(streamer, StreamerBase)
+        if streams_text and not self.tokenizer:
             raise ValueError("a streamer function receives text, but this decoder has no tokenizer: pass one")
-        text = self._sequence(prompt, config or GenerationConfig(), seed, logit_bias, prompt_logprobs)
-        policy = self._policy(text.params)
+        sequence = self._sequence(prompt, config or GenerationConfig(), seed, logit_bias, prompt_logprobs)
+        policy = self._policy_for(sequence.params)
         decode = self.tokenizer.decode if self.tokenizer else None
-        recording = OutputProcessor(text.params, decode, takes_text, begin, self._cleans_up)
-        result = recording.result
-        result.prompt_logprobs = text.prompt_logprobs
+        output = OutputProcessor(sequence.params, decode, streams_text, begin, self._cleans_up)
+        result = output.result
+        result.prompt_logprobs = sequence.prompt_logprobs
         # closing frees the decoder even if a streamer raises
-        with closing(self._alone(text, policy, text.params.seed)) as steps:
+        with closing(self._locked_steps(sequence, policy, sequence.params.seed)) as steps:
             for step in steps:
-                tokens, piece = recording.take(step)
-                answer: object = None
+                tokens, piece = output.add_step(step)
+                status: object = None
                 if isinstance(streamer, StreamerBase):
-                    answer = streamer.write(tokens)
+                    status = streamer.write(tokens)
                 elif streamer is not None and piece:
-                    answer = streamer(piece)
-                if answer is True or answer in (StreamingStatus.STOP, StreamingStatus.CANCEL):
+                    status = streamer(piece)
+                if status is True or status in (StreamingStatus.STOP, StreamingStatus.CANCEL):
                     result.finish_reason = "cancelled"
                 if result.finish_reason != "length":
                     break
-        rest = recording.end()
+        rest = output.end()
         if isinstance(streamer, StreamerBase):
             streamer.end()
         elif streamer is not None and rest and result.finish_reason != "cancelled":
             streamer(rest)
         result.draft_length = policy.describe() if self.draft else "no draft"
-        if text.has_grammar:
+        if sequence.has_grammar:
             result.draft_length += "; excludes iterations with tokens that the grammar forces"
         result.kv_cache = self.kv_cache
         return result
@@ -202,20 +202,22 @@ class Decoder:
             prompt_logprobs=prompt_logprobs,
         )
         sequence = Sequence(ids, params, self.main.vocab_size, self._random)
-        if params.tree_depth and not (self.main.takes_leaves and sequence.takes_leaves):
+        if params.tree_depth and not (self.main.supports_leaves and sequence.supports_leaves):
             raise ValueError(
                 f"tree_depth={params.tree_depth} needs a main model on a CPU, with paged attention but no sliding "
                 "window or ALiBi, and no grammar: leave it at 0"
             )
         return sequence
 
-    def _alone(self, text: Sequence, policy: DraftLengthPolicy, seed: int | None) -> Generator[Step, None, None]:
-        """Yield the steps of `text`, with the decoder locked."""
+    def _locked_steps(
+        self, sequence: Sequence, policy: DraftLengthPolicy, seed: int | None
+    ) -> Generator[Step, None, None]:
+        """Yield the steps of `sequence`, with the decoder locked."""
         with self._locked():
             if seed is not None:
                 self._reset(seed)
-            text.random = self._random
-            yield from self._steps(text, policy)
+            sequence.random = self._random
+            yield from self._steps(sequence, policy)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -226,7 +228,7 @@ class Decoder:
         finally:
             self._busy.release()
 
-    def _plan_passes(self, policy: DraftLengthPolicy, text: Sequence) -> None:
+    def _plan_passes(self, policy: DraftLengthPolicy, sequence: Sequence) -> None:
         """Let the policy draft trees where they can be verified. Pad the main model's forward passes where that is
         faster than to change their size, by the policy's costs."""
         if self.draft and isinstance(policy, (AdaptiveDraftLength, LookupDraftLength)):
@@ -234,104 +236,115 @@ class Decoder:
                 pads = isinstance(self.main.backend, PagedModel)  # others would have to remove the padding
                 self.main.pass_width = policy.costs.pass_width(pads)
             policy.pass_width = self.main.pass_width
-        else:  # the text must not depend on other calls, and padding changes how logits are rounded
+        else:  # the text must not depend on earlier calls, and padding changes the rounding of logits
             self.main.pass_width = None
-        policy.has_leaves = self.main.takes_leaves and text.takes_leaves
+        policy.has_leaves = self.main.supports_leaves and sequence.supports_leaves
 
-    def _steps(self, text: Sequence, policy: DraftLengthPolicy) -> Generator[Step, None, None]:
-        while text.reads_prompt:
-            text.read_prompt(self.main.logits(*text.prompt_part))
-        self._plan_passes(policy, text)
-        while not text.is_finished:
-            is_prefill = text.is_prefill
+    def _steps(self, sequence: Sequence, policy: DraftLengthPolicy) -> Generator[Step, None, None]:
+        while sequence.needs_prompt_logprobs:
+            sequence.add_prompt_logprobs(self.main.logits(*sequence.prompt_part))
+        self._plan_passes(policy, sequence)
+        while not sequence.is_finished:
+            is_prefill = sequence.is_prefill
             begin = time.perf_counter()
-            declined = self._draft(text, policy)
+            declined = self._draft(sequence, policy)
             if policy.tree:
-                text.draft_leaves(policy.leaves()[: self.main.capacity - len(text.token_ids)])
-            forced = text.forced
-            drafted_at = time.perf_counter()
-            with self._masks.computing([text]):
-                logits = self.main.logits(text.token_ids, text.num_logits, text.placed_leaves)
-            step = text.verify(logits)
-            if text.accepted_leaf:
-                self.main.accept_leaf(*text.accepted_leaf)
-            seconds = drafted_at - begin, time.perf_counter() - drafted_at
+                sequence.draft_leaves(policy.leaves()[: self.main.capacity - len(sequence.token_ids)])
+            forced = sequence.forced
+            draft_end = time.perf_counter()
+            with self._masks.computing([sequence]):
+                logits = self.main.logits(sequence.token_ids, sequence.num_logits, sequence.leaf_positions)
+            step = sequence.verify(logits)
+            if sequence.accepted_leaf:
+                self.main.accept_leaf(*sequence.accepted_leaf)
+            seconds = draft_end - begin, time.perf_counter() - draft_end
             if (
                 declined is not None
                 and not forced
                 and step.accepted == step.proposed
                 and isinstance(policy, LookupDraftLength)
             ):
-                policy.learn_declined(step.tokens[-1] == declined)
+                policy.observe_declined(step.tokens[-1] == declined)
             if isinstance(policy, CombinedDraftLength) and not forced:
-                policy.see(step.tokens)
+                policy.observe(step.tokens)
             if policy.tree:
-                policy.tree.learn(step.tokens)
-            if not is_prefill and not forced:  # by which no source can be judged
+                policy.tree.observe(step.tokens)
+            if not is_prefill and not forced:  # forced tokens say nothing about the source
                 policy.update(step.proposed, step.accepted - step.ends_in_leaf, *seconds, step.ends_in_leaf)
             yield step
 
-    def _draft(self, text: Sequence, policy: DraftLengthPolicy) -> int | None:
+    def _draft(self, sequence: Sequence, policy: DraftLengthPolicy) -> int | None:
         """Draft tokens until `policy` stops. Returns the token that it declined to draft, None if it saw none."""
         if policy.tree:
             policy.tree.begin()
         if isinstance(self.draft, CombinedProposer):
-            self._draft_combined(text, policy, self.draft)
+            self._draft_from_two_sources(sequence, policy, self.draft)
             return None
-        sees_proposals, confidence = isinstance(policy, LookupDraftLength), None
+        decides_by_proposal, confidence = isinstance(policy, LookupDraftLength), None
         while True:
-            if text.draft_forced() and isinstance(self.draft, DraftModelProposer) and not self.draft.continues_others:
+            if (
+                sequence.draft_forced()
+                and isinstance(self.draft, DraftModelProposer)
+                and not self.draft.continues_copies
+            ):
                 break
-            drafted = text.drafted - text.forced
-            if not (self.draft and text.can_draft and (sees_proposals or policy.should_draft(drafted, confidence))):
+            drafted = sequence.drafted - sequence.forced
+            if not (
+                self.draft and sequence.can_draft and (decides_by_proposal or policy.should_draft(drafted, confidence))
+            ):
                 break
-            proposal = text.allowed(self.draft.propose(text.token_ids, text.distribution, text.random))
+            proposal = sequence.if_allowed(
+                self.draft.propose(sequence.token_ids, sequence.distribution, sequence.random)
+            )
             confidence = proposal.confidence if proposal else None
-            if sees_proposals and not policy.should_draft(drafted, confidence):
+            if decides_by_proposal and not policy.should_draft(drafted, confidence):
                 return proposal.token if proposal else None
             if proposal is None:
                 break
-            self._add(text, policy, proposal)
+            self._add_draft_token(sequence, policy, proposal)
         return None
 
     @staticmethod
-    def _add(text: Sequence, policy: DraftLengthPolicy, proposal: Proposal) -> None:
+    def _add_draft_token(sequence: Sequence, policy: DraftLengthPolicy, proposal: Proposal) -> None:
         """Add a proposed draft token."""
-        text.draft(proposal)
+        sequence.draft(proposal)
         if policy.tree:
             policy.tree.draft(proposal)
 
-    def _draft_combined(self, text: Sequence, policy: DraftLengthPolicy, draft: CombinedProposer) -> None:
+    def _draft_from_two_sources(self, sequence: Sequence, policy: DraftLengthPolicy, draft: CombinedProposer) -> None:
         """Draft tokens until `policy` stops, each from the better source, or copied from a trusted match."""
-        chooses = policy if isinstance(policy, CombinedDraftLength) else None
+        combined_policy = policy if isinstance(policy, CombinedDraftLength) else None
         confidence, copied = None, False
-        if chooses:
-            chooses.begin()
+        if combined_policy:
+            combined_policy.begin()
         while True:
-            copied = text.draft_forced() or copied
-            if not text.can_draft:
+            copied = sequence.draft_forced() or copied
+            if not sequence.can_draft:
                 break
-            asked = text.token_ids, text.distribution, text.random
-            match, can_use_model = text.allowed(draft.match(*asked)), draft.can_use_model(text.token_ids, copied)
+            inputs = sequence.token_ids, sequence.distribution, sequence.random
+            match, can_use_model = (
+                sequence.if_allowed(draft.match(*inputs)),
+                draft.can_use_model(sequence.token_ids, copied),
+            )
             copies: bool | None = None
-            if chooses:
-                copies = chooses.copies_next(match, can_use_model)
-            elif policy.should_draft(text.drafted - text.forced, confidence) and (
+            if combined_policy:
+                copies = combined_policy.copies_next(match, can_use_model)
+            elif policy.should_draft(sequence.drafted - sequence.forced, confidence) and (
                 can_use_model or draft.is_trusted(match)
             ):
                 copies = draft.is_trusted(match)
             if copies is None:
                 break
             begin = time.perf_counter()
-            proposal = match if copies else draft.draft_model.propose(*asked)
+            proposal = match if copies else draft.draft_model.propose(*inputs)
             if proposal is None:
                 break
-            if chooses:
-                chooses.draft(proposal, copies, time.perf_counter() - begin)
-            self._add(text, policy, proposal)
+            if combined_policy:
+                combined_policy.draft(proposal, copies, time.perf_counter() - begin)
+            self._add_draft_token(sequence, policy, proposal)
             confidence, copied = proposal.confidence, copied or copies
 
-    def _policy(self, params: SamplingParams) -> DraftLengthPolicy:
+    def _policy_for(self, params: SamplingParams) -> DraftLengthPolicy:
         return policy_from_params(params) or self.draft_length
 
 
@@ -341,10 +354,10 @@ def grammars_of(tokenizer: openvino_genai.Tokenizer | None, vocab_size: int) -> 
         return None
 
     def tokens() -> Tokens:
-        known = vocabulary.of(tokenizer)
-        if not known:
+        vocab = vocabulary.of(tokenizer)
+        if not vocab:
             raise ValueError("structured_output_config needs a detokenizer that names its tokens: convert it again")
-        return Tokens(known.tokens(), vocabulary.special(tokenizer, known), known.encode)
+        return Tokens(vocab.tokens(), vocabulary.special(tokenizer, vocab), vocab.encode)
 
     return Grammars(tokens, vocab_size)
 
@@ -355,7 +368,7 @@ def check_ngram_size(max_ngram_size: int | None) -> None:
         raise ValueError(f"max_ngram_size is {max_ngram_size}, but must be at least 1 ({LONGEST_MATCH} is typical)")
 
 
-def _cache_notes(main: CachedModel, draft: Proposer | None) -> str:
+def _cache_findings(main: CachedModel, draft: Proposer | None) -> str:
     """Findings about the models' caches at load; "" without any."""
     models = {"main": main, "draft": getattr(draft, "model", None)}
     return "; ".join(f"{role}: {model.note}" for role, model in models.items() if model and model.note)

@@ -166,7 +166,7 @@ def costs_measured_briefly():
     than in use, which takes seconds for each pair that is loaded, and up to five times as many on a busy machine."""
     from speculative.drafting import cost_model
 
-    brief = {"TRIES": 2, "LEAST_SECONDS": 0.0, "ENOUGH_SECONDS": 0.0, "MEASURED_BATCHED": (1, 8, 64)}
+    brief = {"MAX_MEASUREMENTS": 2, "MIN_SECONDS": 0.0, "ENOUGH_SECONDS": 0.0, "MEASURED_BATCHED": (1, 8, 64)}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in brief.items():
             patch.setattr(cost_model, name, value)

@@ -64,15 +64,17 @@ class DecodingProcess:
         return self._worker.call("token_view", ids, draft_length)
 
     def _method(self, name: str, draft_length: int | str, temperature: float) -> Method:
-        method = Method(name, self.job.engine, draft_length, temperature, lambda *asked: self._decode(method, *asked))
+        method = Method(
+            name, self.job.engine, draft_length, temperature, lambda *arguments: self._decode(method, *arguments)
+        )
         if self.job.engine == NATIVE:
             method.seconds = [[] for _ in range(2 if self.job.draft else 1)]
         return method
 
     def _decode(self, method: Method, ids: np.ndarray, json_schema: str = "") -> Run | GenerationResult:
         run, seconds = self._worker.call("decode", method.name, ids, json_schema)
-        for known, new in zip(method.seconds, seconds, strict=True):
-            known += new
+        for total, added in zip(method.seconds, seconds, strict=True):
+            total += added
         return run
 
 

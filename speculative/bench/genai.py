@@ -82,7 +82,7 @@ def generate(
 
     A pair with an NPU varies K: then `proposed` assumes the given K and is not the number of tokens drafted.
     """
-    config = config_of(pipe, max_new_tokens, json_schema)
+    config = generation_config(pipe, max_new_tokens, json_schema)
     if draft_length is not None:
         config.num_assistant_tokens = draft_length
     if tree:
@@ -100,16 +100,16 @@ def generate(
     for tokens in gained:
         proposed.append(min(draft_length or 0, max_new_tokens - done - 1))  # no more than the remaining tokens
         done += tokens
-    return Run(written(result, config), proposed, gained, *seconds(metrics, len(gained)))
+    return Run(output_tokens(result, config), proposed, gained, *seconds(metrics, len(gained)))
 
 
-def written(result: openvino_genai.EncodedResults, config: openvino_genai.GenerationConfig) -> list[int]:
+def output_tokens(result: openvino_genai.EncodedResults, config: openvino_genai.GenerationConfig) -> list[int]:
     """The new tokens, without one that only ends the text: ours ends without where nothing else is allowed."""
     tokens = list(result.tokens[0])
     return tokens[:-1] if tokens[-1] in config.stop_token_ids | {config.eos_token_id} else tokens
 
 
-def config_of(
+def generation_config(
     pipe: openvino_genai.LLMPipeline, max_new_tokens: int, json_schema: str = ""
 ) -> openvino_genai.GenerationConfig:
     """The configuration of a greedy generation that ends with `json_schema`, or without one after max_new_tokens."""

@@ -45,7 +45,7 @@ from speculative.pair import devices, weights
 from speculative.sequence import metrics
 
 Item = TypeVar("Item")
-NOTICED = 0.1  # background share of processor time above which it is reported
+MIN_REPORTED_LOAD = 0.1  # background share of processor time above which it is reported
 
 
 # ---- decoding methods, interleaved ----------------------------------------------------------------------------------
@@ -118,13 +118,13 @@ def interleave(
         with ctrl_c_raises(), tqdm(total=total, unit="run", desc=describe or None, leave=False) as bar:
             for number in range(warm_up + rounds):
                 before_round()
-                done = _one_round(methods, prompts, bar, (before + number) * len(prompts), json_schemas)
+                results = _one_round(methods, prompts, bar, (before + number) * len(prompts), json_schemas)
                 if number >= warm_up:
-                    _keep(done)
+                    _add_round(results)
     except KeyboardInterrupt:
         for method in methods:  # the signal can arrive at any point
-            for kept in (method.rounds, method.outside, method.drafting, method.verifying):
-                del kept[min(len(method.rounds) for method in methods) :]
+            for per_round in (method.rounds, method.outside, method.drafting, method.verifying):
+                del per_round[min(len(method.rounds) for method in methods) :]
         if len(methods[0].rounds) == before:
             raise
         return False
@@ -141,23 +141,23 @@ def _one_round(
 ) -> list[tuple]:
     """Run each prompt with each method. Per method: itself, its runs, and seconds outside, drafting and verifying."""
     runs: list[list[Run | GenerationResult]] = [[] for _ in methods]
-    spent = np.zeros((len(methods), 3))
+    seconds_spent = np.zeros((len(methods), 3))
     for number, ids in enumerate(prompts):
-        asked = (ids, json_schemas[number]) if json_schemas and json_schemas[number] else (ids,)
+        inputs = (ids, json_schemas[number]) if json_schemas and json_schemas[number] else (ids,)
         for i, method in shuffled(list(enumerate(methods)), turn + number):
             before = [len(seconds) for seconds in method.seconds]
-            run = method.decode(*asked)
+            run = method.decode(*inputs)
             runs[i].append(run)
             if method.seconds:
                 main, *draft = [sum(seconds[n:]) for seconds, n in zip(method.seconds, before, strict=True)]
                 verify = sum(method.seconds[0][-len(run.gained) :]) if run.gained else 0.0
-                spent[i] += run.seconds - main - sum(draft), sum(draft), verify
+                seconds_spent[i] += run.seconds - main - sum(draft), sum(draft), verify
             bar.update()
-    return list(zip(methods, runs, spent.tolist(), strict=True))
+    return list(zip(methods, runs, seconds_spent.tolist(), strict=True))
 
 
-def _keep(done: list[tuple]) -> None:
-    for method, runs, (outside, drafting, verifying) in done:
+def _add_round(results: list[tuple]) -> None:
+    for method, runs, (outside, drafting, verifying) in results:
         method.outside.append(outside)
         method.drafting.append(drafting)
         method.verifying.append(verifying)
@@ -249,7 +249,7 @@ class BackgroundLoad:
     @property
     def sentence(self) -> str:
         """A warning, empty if the load was small."""
-        if self.share < NOTICED:
+        if self.share < MIN_REPORTED_LOAD:
             return ""
         return (
             f"Other programs used {self.share:.0%} of the machine's processor time during the measurement: "
@@ -295,10 +295,10 @@ def environment(arguments: argparse.Namespace, load: BackgroundLoad | None = Non
     for role, device_name in (("main", "device"), ("draft", "draft_device")):
         folder, device = getattr(arguments, role, None), getattr(arguments, device_name, None) or "CPU"
         if isinstance(folder, Path):
-            found = [fact.full_name for fact in devices.look_up(device, core) if fact.full_name]
+            full_names = [fact.full_name for fact in devices.look_up(device, core) if fact.full_name]
             facts[role] = str(folder)
             facts[device_name] = device
-            facts[f"{device_name}_name"] = ", ".join(found)
+            facts[f"{device_name}_name"] = ", ".join(full_names)
             facts[f"{role}_precision"] = precision(ModelSpec(folder, device, properties))
     facts["properties"] = properties
     if load:

@@ -41,15 +41,15 @@ def genai_pipeline(
     main: ModelSpec, draft: ModelSpec | None = None, lookup: bool = False, keep_caches: bool = False
 ) -> openvino_genai.LLMPipeline:
     """An `LLMPipeline` as created by `LLMPipeline(main, device)`, except for its prefix cache."""
-    given = dict(main.properties)
+    properties = dict(main.properties)
     if "NPU" not in main.device + (draft.device if draft else "") and not keep_caches:  # NPUs have none
         scheduler = SchedulerConfig()
         scheduler.enable_prefix_caching = False
         scheduler.max_num_batched_tokens = 2**31  # as LLMPipeline sets it: one forward pass per prompt
-        given["scheduler_config"] = scheduler
+        properties["scheduler_config"] = scheduler
     if lookup:
-        given["prompt_lookup"] = True
-    return genai.load(replace(main, properties=given), None if lookup else draft)
+        properties["prompt_lookup"] = True
+    return genai.load(replace(main, properties=properties), None if lookup else draft)
 
 
 def genai_method(name: str, pipe: openvino_genai.LLMPipeline, draft_length: int | str, max_new_tokens: int) -> Method:
@@ -59,7 +59,9 @@ def genai_method(name: str, pipe: openvino_genai.LLMPipeline, draft_length: int 
             GENAI,
             draft_length,
             0.0,
-            lambda ids, json_schema="": _looked_up(pipe, ids, genai.config_of(pipe, max_new_tokens, json_schema)),
+            lambda ids, json_schema="": _looked_up(
+                pipe, ids, genai.generation_config(pipe, max_new_tokens, json_schema)
+            ),
         )
     k, tree = draft_length or None if isinstance(draft_length, int) else None, None
     if str(draft_length).startswith("tree"):
@@ -81,13 +83,13 @@ def _looked_up(pipe: openvino_genai.LLMPipeline, ids: np.ndarray, config: Genera
     config.num_assistant_tokens, config.max_ngram_size = LOOKUP, NGRAM
     result = pipe.generate(genai.inputs(ids), config)
     gained = list(result.perf_metrics.raw_metrics.m_batch_sizes)[1:]  # the first is the prompt's forward pass
-    return Run(genai.written(result, config), [], gained, *genai.seconds(result.perf_metrics, len(gained)))
+    return Run(genai.output_tokens(result, config), [], gained, *genai.seconds(result.perf_metrics, len(gained)))
 
 
 class AloneDecoder(Decoder):
     """A decoder that drafts nothing, not even what a grammar forces."""
 
-    def _draft(self, text: Sequence, policy: DraftLengthPolicy) -> None:
+    def _draft(self, sequence: Sequence, policy: DraftLengthPolicy) -> None:
         return None
 
 
@@ -97,7 +99,7 @@ def engine_alone(engine: Decoder, main: ModelSpec, draft: ModelSpec | None) -> D
     return decoder.load(main) if draft and is_head(draft.folder) else engine
 
 
-def config_of(draft_length: int | str, temperature: float, max_new_tokens: int) -> GenerationConfig:
+def native_config(draft_length: int | str, temperature: float, max_new_tokens: int) -> GenerationConfig:
     """The request of a method of our engine."""
     config = GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True)
     config.do_sample, config.temperature = temperature > 0, temperature or 1.0
@@ -124,9 +126,11 @@ def with_source(engine: Decoder, draft_length: int | str) -> Decoder:
         lookup = str(draft_length).startswith("lookup")
         source = SuffixProposer(engine.main.vocab_size) if lookup else source
         policy = (LookupDraftLength if lookup else AdaptiveDraftLength)(policy.costs)
-    ours = (Decoder if draft_length else AloneDecoder)(engine.main, source, policy, None, engine.stop_token_ids)
-    ours.grammars = engine.grammars
-    return ours
+    native_decoder = (Decoder if draft_length else AloneDecoder)(
+        engine.main, source, policy, None, engine.stop_token_ids
+    )
+    native_decoder.grammars = engine.grammars
+    return native_decoder
 
 
 def our_method(
@@ -140,18 +144,18 @@ def our_method(
 ) -> Method:
     """A method of `engine`, with its draft, suffix decoding, both or neither, as `draft_length` says;
     `seconds` are those of its models' forward passes. Each method adapts its draft length independently."""
-    config = config_of(draft_length, temperature, max_new_tokens)
-    ours = with_source(engine, draft_length)
-    source = ours.draft
+    config = native_config(draft_length, temperature, max_new_tokens)
+    native_decoder = with_source(engine, draft_length)
+    source = native_decoder.draft
 
     def decode(ids: np.ndarray, json_schema: str = "") -> GenerationResult:
         if not keep_caches:
-            ours.main.reset()
+            native_decoder.main.reset()
             if source:
                 source.reset()
         config.ignore_eos = not json_schema
         config.structured_output_config = StructuredOutputConfig(json_schema=json_schema) if json_schema else None
-        result = ours.generate(ids, config)
+        result = native_decoder.generate(ids, config)
         if json_schema and result.tokens[-1] in engine.stop_token_ids:  # as in genai.written
             result.tokens.pop()
         return result

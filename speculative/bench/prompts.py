@@ -41,19 +41,19 @@ class Prompt(NamedTuple):
     json_schema: str = ""  # that the answer follows
 
 
-def read_prompts(source: Path | str, most: int | None = None) -> list[Prompt]:
-    """Read prompts from files (.jsonl or text) or a data set; with `most`, at most that many, evenly from all.
+def read_prompts(source: Path | str, max_prompts: int | None = None) -> list[Prompt]:
+    """Read prompts from files (.jsonl or text) or a data set; with `max_prompts`, at most that many, evenly from all.
 
     Raises ValueError naming the line for an invalid or repeated prompt.
     """
     path = Path(source)
-    named = DATA_SET.fullmatch(str(source))
+    match = DATA_SET.fullmatch(str(source))
     files = _files(source)
     missing = next((file for file in files if not Path(file).is_file()), None)
     if missing is None:
         prompts = _read_files(map(Path, files))
-    elif named and path.suffix not in FILES and (HUB_NAME.fullmatch(named["name"]) or Path(named["name"]).is_dir()):
-        prompts = _read_data_set(**named.groupdict())
+    elif match and path.suffix not in FILES and (HUB_NAME.fullmatch(match["name"]) or Path(match["name"]).is_dir()):
+        prompts = _read_data_set(**match.groupdict())
     else:
         raise ValueError(
             f"{missing} is not a file: give JSON lines (.jsonl), a text file with one prompt per line or a data set "
@@ -61,8 +61,8 @@ def read_prompts(source: Path | str, most: int | None = None) -> list[Prompt]:
         )
     if not prompts:
         raise ValueError(f"{source} has no prompts: give JSON lines (.jsonl) or a text file with one prompt per line")
-    taken = min(most or len(prompts), len(prompts))
-    return [prompts[i * len(prompts) // taken] for i in range(taken)]
+    count = min(max_prompts or len(prompts), len(prompts))
+    return [prompts[i * len(prompts) // count] for i in range(count)]
 
 
 def shown_name(source: str) -> str:
@@ -152,12 +152,12 @@ def _read_data_set(name: str, subset: str | None, column: str | None, split: str
     print(f"reading the data set {name} ...", file=sys.stderr, flush=True)
     try:
         if not split:
-            there = datasets.get_dataset_split_names(name, subset)
-            split = next((one for one in SPLITS if one in there), there[0])
+            splits = datasets.get_dataset_split_names(name, subset)
+            split = next((name for name in SPLITS if name in splits), splits[0])
         rows = datasets.load_dataset(name, subset, split=split)
     except Exception as error:  # from the hub, the network or the files, each with its reason
         raise ValueError(f"cannot read the data set {name}: {one_line(error)[:300]}") from None
-    column = column or next((one for one in COLUMNS if one in rows.column_names), None)
+    column = column or next((name for name in COLUMNS if name in rows.column_names), None)
     if column not in rows.column_names:
         raise ValueError(
             f"the data set {name} has no column {column or 'with a known prompt name'}, only "

@@ -21,11 +21,11 @@ from speculative.bench.result import QualityFigures
 from speculative.models.cached_model import CachedModel
 
 NEAR_TIE = 0.5  # nats: the other token was at least 0.6 times as likely
-MOST_REAL = 0.01  # largest share of real differences graded "slight"
-MOST_KL = 0.01  # nats per token, likewise; bf16 with quantized activations has about 0.0005
-CHECKED_AT_ONCE = 5  # tokens per forward pass, as with K = 4
-KEPT = 1024  # likeliest tokens whose probabilities a reference keeps
-LEAST = 1e-9  # combined probability of the other tokens below which it is rounding error
+MAX_REAL_DIFFERENCES = 0.01  # largest share of real differences graded "slight"
+MAX_KL = 0.01  # nats per token, likewise; bf16 with quantized activations has about 0.0005
+TOKENS_PER_PASS = 5  # tokens per forward pass, as with K = 4
+KEPT_TOKENS = 1024  # likeliest tokens whose probabilities a reference keeps
+MIN_PROBABILITY = 1e-9  # combined probability of the other tokens below which it is rounding error
 GRADES = ("exact", "near-ties", "slight", "loss")
 
 
@@ -48,9 +48,9 @@ class ReferenceText:
     def margin(self, position: int, token: int) -> float:
         """Log-probability margin, in nats, of the reference's own token at `position` over `token`; a lower bound if
         `token` is not among the KEPT likeliest."""
-        found = np.flatnonzero(self.likeliest[position] == token)
+        positions = np.flatnonzero(self.likeliest[position] == token)
         row = self.log_probabilities[position]
-        return float(row[0] - row[found[0] if len(found) else -1])
+        return float(row[0] - row[positions[0] if len(positions) else -1])
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Quality:
 
     @property
     def grade(self) -> str:
-        if self.mean_kl > MOST_KL or self.real > MOST_REAL * self.tokens:
+        if self.mean_kl > MAX_KL or self.real > MAX_REAL_DIFFERENCES * self.tokens:
             return "loss"
         return "slight" if self.real else "near-ties" if self.margins else "exact"
 
@@ -115,8 +115,8 @@ def judge(model: CachedModel, references: list[ReferenceText]) -> Quality:
     for reference in references:
         text = np.concatenate([reference.prompt, reference.tokens])
         before, n = len(reference.prompt), len(reference.tokens)
-        for begin in range(0, n, CHECKED_AT_ONCE):
-            end = min(begin + CHECKED_AT_ONCE, n)
+        for begin in range(0, n, TOKENS_PER_PASS):
+            end = min(begin + TOKENS_PER_PASS, n)
             logits = model.logits(text[: before + end - 1], last=end - begin)
             divergences += _divergence(reference, slice(begin, end), logits).tolist()
             for position, token in enumerate(logits.argmax(axis=1).tolist(), start=begin):
@@ -136,7 +136,7 @@ def first_difference(reference: ReferenceText, tokens: list[int]) -> tuple[int, 
 def _likeliest(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The (at most KEPT) likeliest tokens of logits [V], likeliest first, and their log probabilities."""
     log_probabilities = _log_softmax(logits[None])[0]
-    kept = min(KEPT, len(logits))
+    kept = min(KEPT_TOKENS, len(logits))
     tokens = np.argpartition(-log_probabilities, kept - 1)[:kept]
     tokens = tokens[np.argsort(-log_probabilities[tokens], kind="stable")]
     return tokens.astype(np.int32), log_probabilities[tokens]
@@ -149,7 +149,7 @@ def _divergence(reference: ReferenceText, positions: slice, logits: np.ndarray) 
     p = reference.log_probabilities[positions]
     q = np.take_along_axis(_log_softmax(logits), reference.likeliest[positions], axis=1)
     listed = (np.exp(p) * (p - q)).sum(axis=1)
-    p_others, q_others = (np.clip(1 - np.exp(one).sum(axis=1), LEAST, 1) for one in (p, q))
+    p_others, q_others = (np.clip(1 - np.exp(one).sum(axis=1), MIN_PROBABILITY, 1) for one in (p, q))
     return listed + p_others * np.log(p_others / q_others)
 
 

@@ -35,8 +35,8 @@ def ratio(what: str, one: Method, other: Method, prompts: Sequence[int] | None =
 
     `ratio`: median over the rounds; `range`: over the rounds; `interval`: over prompts, None if there is only one.
     """
-    chosen = list(range(len(one.rounds[0]))) if prompts is None else list(prompts)
-    measured = [_measured(method, chosen, units) for method in (one, other)]
+    indices = list(range(len(one.rounds[0]))) if prompts is None else list(prompts)
+    measured = [_measured(method, indices, units) for method in (one, other)]
     counts, seconds = (np.stack(part) for part in zip(*measured, strict=True))
     speeds = counts.sum(-1) / seconds.sum(-1)  # [method, round]
     ratios = (speeds[0] / speeds[1]).tolist()
@@ -45,7 +45,7 @@ def ratio(what: str, one: Method, other: Method, prompts: Sequence[int] | None =
         "ratio": statistics.median(ratios),
         "range": [min(ratios), max(ratios)],
         "interval": interval(counts.sum(1), seconds.sum(1)),
-        "prompts": len(chosen),
+        "prompts": len(indices),
     }
 
 
@@ -60,13 +60,13 @@ def engines(where: str, ours: Method, genai: Method) -> list[Ratio]:
     same = same_tokens(ours, genai)
     others = [i for i in range(len(ours.rounds[0])) if i not in same]
     what = f"ours / GenAI, greedy, {where}"
-    found: list[Ratio] = []
+    results: list[Ratio] = []
     if same:
-        found.append({**ratio(what, ours, genai, same), "where": where})
-        found.append(ratio(f"{what}, per iteration", ours, genai, same, iterations))
+        results.append({**ratio(what, ours, genai, same), "where": where})
+        results.append(ratio(f"{what}, per iteration", ours, genai, same, iterations))
     if others:
-        found.append(ratio(f"{what}, texts that differ", ours, genai, others))
-    return found
+        results.append(ratio(f"{what}, texts that differ", ours, genai, others))
+    return results
 
 
 def verdict(facts: list[Ratio], starts: int) -> list[str]:

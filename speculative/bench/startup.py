@@ -44,15 +44,15 @@ def start_costs(kinds: list[Start], arguments: argparse.Namespace, repeats: int)
     """Start each kind twice with a shared model cache (CACHE_DIR) that is empty the first time, all `repeats` times.
     Returns medians and ranges of the seconds, and the largest peak memory. Raises RuntimeError with the reason if a
     start fails."""
-    found: dict[Start, list[list[OneStart]]] = {kind: [] for kind in kinds}
+    starts: dict[Start, list[list[OneStart]]] = {kind: [] for kind in kinds}
     read_files(*filter(None, (arguments.main, arguments.draft)))
     with ctrl_c_raises():  # do not leave a temporary folder behind
         for _ in range(repeats):
-            for kind, pairs in found.items():
+            for kind, pairs in starts.items():
                 with tempfile.TemporaryDirectory() as folder:
-                    asked = job(kind, arguments, CACHE_DIR=folder)
-                    pairs.append([run(asked) for _ in range(2)])
-    return [_row(kind, pairs) for kind, pairs in found.items()]
+                    job_of_start = job(kind, arguments, CACHE_DIR=folder)
+                    pairs.append([run(job_of_start) for _ in range(2)])
+    return [_row(kind, pairs) for kind, pairs in starts.items()]
 
 
 def _row(kind: Start, pairs: list[list[OneStart]]) -> StartCost:
@@ -79,8 +79,8 @@ def read_files(*folders: Path) -> None:
                     pass
 
 
-def job(kind: Start, arguments: argparse.Namespace, **more: str) -> dict:
-    """The job of a child process; `more` are additional properties."""
+def job(kind: Start, arguments: argparse.Namespace, **extra_properties: str) -> dict:
+    """The job of a child process; `extra_properties` are additional properties."""
     draft = (str(arguments.draft), arguments.draft_device) if kind.with_draft else (None, "")
     return {
         "engine": kind.engine,
@@ -88,13 +88,13 @@ def job(kind: Start, arguments: argparse.Namespace, **more: str) -> dict:
         "device": arguments.device,
         "draft": draft[0],
         "draft_device": draft[1],
-        "properties": {**dict(arguments.property), **more},
+        "properties": {**dict(arguments.property), **extra_properties},
     }
 
 
-def run(asked: dict) -> OneStart:
+def run(job_of_start: dict) -> OneStart:
     """One start in a new process. Raises RuntimeError with the reason if it fails."""
-    command = [sys.executable, "-m", "speculative.bench.startup", json.dumps(asked)]
+    command = [sys.executable, "-m", "speculative.bench.startup", json.dumps(job_of_start)]
     process = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
     if process.returncode:
         lines = process.stderr.strip().splitlines() or [f"the process exited with status {process.returncode}"]
@@ -102,17 +102,21 @@ def run(asked: dict) -> OneStart:
     return json.loads(process.stdout.splitlines()[-1])
 
 
-def one_start(asked: dict) -> OneStart:
-    properties = asked.get("properties", {})
-    main = ModelSpec(asked["main"], asked["device"], properties)
-    draft = ModelSpec(asked["draft"], asked["draft_device"], properties) if asked.get("draft") else None
+def one_start(job_of_start: dict) -> OneStart:
+    properties = job_of_start.get("properties", {})
+    main = ModelSpec(job_of_start["main"], job_of_start["device"], properties)
+    draft = (
+        ModelSpec(job_of_start["draft"], job_of_start["draft_device"], properties)
+        if job_of_start.get("draft")
+        else None
+    )
     prompt, cache_bytes = np.arange(1, 9), None
     begin = time.perf_counter()
-    if asked["engine"] == NATIVE:
-        ours = decoder.load(main, draft)
+    if job_of_start["engine"] == NATIVE:
+        native_decoder = decoder.load(main, draft)
         seconds = time.perf_counter() - begin
-        ours.generate(prompt, GenerationConfig(max_new_tokens=TOKENS, ignore_eos=True))
-        cache_bytes = sum(model.backend.cache_bytes for model in ours.models)
+        native_decoder.generate(prompt, GenerationConfig(max_new_tokens=TOKENS, ignore_eos=True))
+        cache_bytes = sum(model.backend.cache_bytes for model in native_decoder.models)
     else:
         pipe = genai.load(main, draft)
         seconds = time.perf_counter() - begin

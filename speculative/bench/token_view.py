@@ -12,7 +12,7 @@ from speculative.drafting.proposers import Proposer, Transform
 from speculative.sampling.proposal import Proposal
 
 
-class Noted:
+class RecordingProposer:
     """A proposer that records its proposals."""
 
     def __init__(self, source: Proposer):
@@ -38,7 +38,7 @@ def token_view(engine: Decoder, prompt: np.ndarray, draft_length: int | str, max
     if isinstance(draft_length, int):
         config.num_assistant_tokens = draft_length
     assert engine.draft is not None and engine.tokenizer is not None
-    noted = Noted(engine.draft)
+    noted = RecordingProposer(engine.draft)
     decoder = Decoder(engine.main, noted, engine.draft_length)
     text: list[int] = []
     steps: list[TokenStep] = []

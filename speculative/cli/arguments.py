@@ -32,9 +32,9 @@ def add_pair_arguments(parser: argparse.ArgumentParser, without_draft: str = "")
 
 def model_specs(arguments: argparse.Namespace, properties: dict | None = None) -> tuple[ModelSpec, ModelSpec | None]:
     """Main model and draft, if given, each on its device, both with `properties`, by default the --property."""
-    given = dict(arguments.property) if properties is None else properties
-    draft = arguments.draft and ModelSpec(arguments.draft, arguments.draft_device or arguments.device, given)
-    return ModelSpec(arguments.main, arguments.device, given), draft
+    properties = dict(arguments.property) if properties is None else properties
+    draft = arguments.draft and ModelSpec(arguments.draft, arguments.draft_device or arguments.device, properties)
+    return ModelSpec(arguments.main, arguments.device, properties), draft
 
 
 def add_prompt_arguments(parser: argparse.ArgumentParser, max_prompts: int) -> None:
@@ -46,8 +46,8 @@ def add_prompt_arguments(parser: argparse.ArgumentParser, max_prompts: int) -> N
         "OWNER/NAME[@SUBSET][:COLUMN[:SPLIT]]; several files with commas between them (default: code prompts)",
     )
     parser.add_argument(
-        "--max-prompts", type=whole, default=max_prompts, metavar="N", help="number of prompts, taken evenly from all"
-        f" (default: {max_prompts})",
+        "--max-prompts", type=positive_int, default=max_prompts, metavar="N", help="number of prompts, taken evenly "
+        f"from all (default: {max_prompts})",
     )  # fmt: skip
 
 
@@ -58,7 +58,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, max_prompts: int) -> None
         "--max-new-tokens", type=two_or_more, default=100, metavar="N", help="new tokens per run (default: 100)"
     )
     parser.add_argument(
-        "--rounds", type=whole, default=3, metavar="N", help="interleaved rounds after the warm-up (default: 3)"
+        "--rounds", type=positive_int, default=3, metavar="N", help="interleaved rounds after the warm-up (default: 3)"
     )
 
 
@@ -73,29 +73,29 @@ def add_huge_pages_argument(parser: argparse.ArgumentParser) -> None:
 def add_starts_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--starts",
-        type=whole,
+        type=positive_int,
         default=1,
         metavar="N",
         help="number of times to start the processes of all engines, with --rounds rounds each (default: 1)",
     )
 
 
-def add_paths_argument(parser: argparse.ArgumentParser, known: Sequence[str]) -> None:
-    """`--paths`: some of the `known` paths of decoding; by default all, without a draft "lookup" (`choose_paths`)."""
+def add_paths_argument(parser: argparse.ArgumentParser, choices: Sequence[str]) -> None:
+    """`--paths`: some of the `choices` paths of decoding; by default all, without a draft "lookup" (`choose_paths`)."""
 
     def paths(text: str) -> list[str]:
-        if not set(text.split(",")) <= set(known):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a list of {', '.join(known)}")
+        if not set(text.split(",")) <= set(choices):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a list of {', '.join(choices)}")
         return text.split(",")
 
     parser.add_argument(
-        "--paths", type=paths, help=f"comma-separated, from {','.join(known)} (default: all; without a draft: lookup)"
+        "--paths", type=paths, help=f"comma-separated, from {','.join(choices)} (default: all; without a draft: lookup)"
     )
 
 
-def choose_paths(parser: argparse.ArgumentParser, arguments: argparse.Namespace, known: Sequence[str]) -> None:
+def choose_paths(parser: argparse.ArgumentParser, arguments: argparse.Namespace, choices: Sequence[str]) -> None:
     """Set the default of `--paths`. Exits with status 2 if a path needs the draft that is not given."""
-    arguments.paths = arguments.paths or (list(known) if arguments.draft else ["lookup"])
+    arguments.paths = arguments.paths or (list(choices) if arguments.draft else ["lookup"])
     drafted = [path for path in arguments.paths if path != "lookup"]
     if drafted and not arguments.draft:
         parser.error(f"--paths {','.join(drafted)} requires a draft: add its folder, or measure --paths lookup")
@@ -103,21 +103,21 @@ def choose_paths(parser: argparse.ArgumentParser, arguments: argparse.Namespace,
 
 def require_draft_for(parser: argparse.ArgumentParser, arguments: argparse.Namespace, *options: str) -> None:
     """Exit with status 2 if one of these options of a draft is given without one."""
-    usual = vars(parser.parse_args([str(arguments.main)]))
+    defaults = vars(parser.parse_args([str(arguments.main)]))
     for option in options:
         name = option.strip("-").replace("-", "_")
-        if not arguments.draft and vars(arguments)[name] != usual[name]:
+        if not arguments.draft and vars(arguments)[name] != defaults[name]:
             parser.error(f"{option} requires a draft: add its folder")
 
 
-def whole(text: str) -> int:
+def positive_int(text: str) -> int:
     """An argparse type: a whole number above 0 and below 2**31."""
     if text.isdecimal() and len(text) <= 10 and 0 < int(text) < 2**31:
         return int(text)
     raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0 and below {2**31}")
 
 
-def above_zero(text: str) -> float:
+def positive_float(text: str) -> float:
     """An argparse type: a finite number above 0."""
     try:
         value = float(text)
@@ -130,7 +130,7 @@ def above_zero(text: str) -> float:
 
 def two_or_more(text: str) -> int:
     """An argparse type: new tokens, of which the first does not count as decoding."""
-    if whole(text) == 1:
+    if positive_int(text) == 1:
         raise argparse.ArgumentTypeError("'1' leaves nothing to time after the first token: use 2 or more")
     return int(text)
 

@@ -75,7 +75,7 @@ def parse_arguments(description: str, *names: str) -> argparse.Namespace:
             k = args.num_assistant_tokens
             fail(f"-k {k} is too large for a main model on NPU: use 1 to {MAX_DRAFT_LENGTH_NPU}.")
     if "prompt" in names:
-        args.prompt = read_prompt(args.prompt)
+        args.prompt = add_prompt_logprobs(args.prompt)
         fit_in_context(args)
     say("Loading " + " and ".join(f"{folder} on {device}" for folder, device, _ in models.values()) + " ...")
     return args
@@ -287,14 +287,16 @@ def take_recommendation(
     file = recommendation.place(main)
     assert file is not None  # one folder has one parent
     try:
-        found = recommendation.read(file)
+        recommended = recommendation.read(file)
     except ValueError as error:
         fail(str(error), status=1 if file.exists() else 2)
     try:
-        notes = recommendation.check(found, main, draft, _versions())
-        settings, best = found["settings"], found["best"]
+        notes = recommendation.check(recommended, main, draft, _versions())
+        settings, best = recommended["settings"], recommended["best"]
         drafting = best in (GENAI, NATIVE)
-        reason = "for this pair, this method gains too little or was not measured" if drafting else found["reason"]
+        reason = (
+            "for this pair, this method gains too little or was not measured" if drafting else recommended["reason"]
+        )
     except (KeyError, TypeError, AttributeError):
         fail(f"{file} is incomplete: recreate it with {recommendation.TUNE}", status=1)
     except ValueError as error:
@@ -305,20 +307,20 @@ def take_recommendation(
     for note in notes:
         say(f"note: {note}; tune again")
 
-    own = {"device": chosen["device"], "property": list(chosen["properties"].items())}
+    defaults = {"device": chosen["device"], "property": list(chosen["properties"].items())}
     if "scheduler" in args:
-        own["scheduler"] = list(chosen.get("scheduler", {}).items())
+        defaults["scheduler"] = list(chosen.get("scheduler", {}).items())
     if "suffix_decoding" in args:
-        own["suffix_decoding"] = "max_ngram_size" in chosen
+        defaults["suffix_decoding"] = "max_ngram_size" in chosen
     if draft:
-        own["draft_device"] = chosen["draft_device"]
-        own["num_assistant_tokens"] = chosen["assistant_confidence_threshold"] or chosen["num_assistant_tokens"]
-        alike = all(chosen[f"draft_{name}"] == chosen[name] for name in ("device", "properties"))
-        if not alike:  # otherwise the draft inherits the main model's
-            own["draft_property"] = list(chosen["draft_properties"].items())
-    parser.set_defaults(**own)
+        defaults["draft_device"] = chosen["draft_device"]
+        defaults["num_assistant_tokens"] = chosen["assistant_confidence_threshold"] or chosen["num_assistant_tokens"]
+        same_as_main = all(chosen[f"draft_{name}"] == chosen[name] for name in ("device", "properties"))
+        if not same_as_main:  # otherwise the draft inherits the main model's
+            defaults["draft_property"] = list(chosen["draft_properties"].items())
+    parser.set_defaults(**defaults)
     args = _parse(parser, arguments)
-    overridden = [name for name, value in own.items() if vars(args)[name] != value]
+    overridden = [name for name, value in defaults.items() if vars(args)[name] != value]
     args.recommended = f"by {file}"
     if overridden:
         args.recommended += f", except --{', --'.join(name.replace('_', '-') for name in overridden)}"
@@ -385,7 +387,7 @@ def check_limits(args: argparse.Namespace, engine: str) -> None:
         fail(f"-k {args.num_assistant_tokens} is less than --tree-depth {depth}: a tree has a token in each level.")
 
 
-def read_prompt(prompt: str) -> str:
+def add_prompt_logprobs(prompt: str) -> str:
     """Return the prompt, read from standard input if it is "-"; reject an empty one and what is not UTF-8."""
     if prompt == "-":
         try:
@@ -406,11 +408,11 @@ def fit_in_context(args: argparse.Namespace) -> None:
     context = context_length(read_config(args.main)) or MAX_NEW_TOKENS
     tokenizer = openvino_genai.Tokenizer(args.main)
     try:
-        room = context - len(encode(args.prompt, tokenizer))
+        available = context - len(encode(args.prompt, tokenizer))
     except TextTooLong as error:
         fail(f"{error}.")
-    if room < 1:
-        fail(f"the prompt is {1 - room} tokens too long for the context of {args.main}: shorten it.")
-    if room < args.max_new_tokens:
-        say(f"note: the context of {args.main} has room for {room} new tokens, not {args.max_new_tokens}.")
-        args.max_new_tokens = room
+    if available < 1:
+        fail(f"the prompt is {1 - available} tokens too long for the context of {args.main}: shorten it.")
+    if available < args.max_new_tokens:
+        say(f"note: the context of {args.main} has room for {available} new tokens, not {args.max_new_tokens}.")
+        args.max_new_tokens = available

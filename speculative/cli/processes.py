@@ -117,11 +117,11 @@ def no_sigpipe() -> Iterator[None]:
     if not _pipes_have_a_signal():
         yield
         return
-    usual = signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    previous = signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     try:
         yield
     finally:
-        signal.signal(signal.SIGPIPE, usual)
+        signal.signal(signal.SIGPIPE, previous)
 
 
 @contextlib.contextmanager
@@ -130,11 +130,11 @@ def ctrl_c_raises() -> Iterator[None]:
     if not _sets_signals():
         yield
         return
-    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, usual)
+        signal.signal(signal.SIGINT, previous)
 
 
 @contextlib.contextmanager
@@ -143,13 +143,13 @@ def ctrl_c_waits() -> Iterator[None]:
     if not _sets_signals():
         yield
         return
-    came: list[int] = []
-    usual = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    signals: list[int] = []
+    previous = signal.signal(signal.SIGINT, lambda number, frame: signals.append(number))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, usual)
-    if came:
+        signal.signal(signal.SIGINT, previous)
+    if signals:
         raise KeyboardInterrupt
 
 

@@ -35,7 +35,7 @@ class Child:
     def run(self, environment: Mapping[str, str] | None = None) -> None:
         """Run it to its end; raise ConvertError with the last lines of the log if it fails."""
         self.temporary.mkdir(parents=True, exist_ok=True)
-        places = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(self.temporary))
+        temporary_variables = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(self.temporary))
         child = None
         try:
             with _signals_wait(), (Path(os.devnull) if self.verbose else self.log).open("wb") as file:
@@ -44,7 +44,7 @@ class Child:
                     stdin=subprocess.DEVNULL,
                     stdout=None if self.verbose else file,
                     stderr=None if self.verbose else subprocess.STDOUT,
-                    env={**os.environ, "PYTHONUTF8": "1", **places, **(environment or {})},
+                    env={**os.environ, "PYTHONUTF8": "1", **temporary_variables, **(environment or {})},
                     close_fds=False,  # of what may be inherited, that is the lock of a WorkFolder
                     **own_group(),
                 )
@@ -57,20 +57,20 @@ class Child:
 
     def _wait(self, child: subprocess.Popen) -> None:
         """Wait for the child and print the elapsed time."""
-        start = last_said = time.monotonic()
-        live = sys.stderr.isatty() and not self.verbose
+        start = last_report = time.monotonic()
+        is_terminal = sys.stderr.isatty() and not self.verbose
         while True:
             try:
                 child.wait(timeout=0.5)
                 break
             except subprocess.TimeoutExpired:
                 now = time.monotonic()
-                if live:
+                if is_terminal:
                     print(f"\r  {self.doing}, {now - start:.0f} s ", end="", file=sys.stderr, flush=True)
-                elif not self.verbose and now - last_said >= 30:
+                elif not self.verbose and now - last_report >= 30:
                     print(f"  {self.doing}, {now - start:.0f} s", file=sys.stderr, flush=True)
-                    last_said = now
-        if live:
+                    last_report = now
+        if is_terminal:
             print("\r" + " " * 30 + "\r", end="", file=sys.stderr, flush=True)
 
     def _fail(self, status: int) -> None:
@@ -82,20 +82,20 @@ class Child:
             raise ConvertError(
                 "this model needs Python code from its repository; read it, then add --trust-remote-code"
             )
-        where = "see above" if self.verbose else f"the end of its log, {self.log}:\n  " + "\n  ".join(lines)
+        location = "see above" if self.verbose else f"the end of its log, {self.log}:\n  " + "\n  ".join(lines)
         if len(lines) == 1:
-            where = lines[0]
-        ended = f"failed with exit status {status}"
+            location = lines[0]
+        outcome = f"failed with exit status {status}"
         if status < 0:
-            ended = f"was killed by signal {-status} (9 often means out of memory)"
-        raise ConvertError(f"{self.name} {ended}; {where}")
+            outcome = f"was killed by signal {-status} (9 often means out of memory)"
+        raise ConvertError(f"{self.name} {outcome}; {location}")
 
 
 @contextlib.contextmanager
 def _signals_wait() -> Iterator[None]:
     """Within the block a child starts: signals come at its end, when the child is known and can be ended."""
     arrived: list[int] = []
-    handlers = {number: signal.signal(number, lambda got, _: arrived.append(got)) for number in STOP_SIGNALS}
+    handlers = {number: signal.signal(number, lambda received, _: arrived.append(received)) for number in STOP_SIGNALS}
     try:
         yield
     finally:
@@ -109,8 +109,8 @@ def _end(child: subprocess.Popen) -> None:
     """End the child and everything it started."""
     if child.poll() is not None:
         return
-    for ask in (terminate_group, kill_group):
-        ask(child)
+    for end_method in (terminate_group, kill_group):
+        end_method(child)
         try:
             child.wait(timeout=5)
             return

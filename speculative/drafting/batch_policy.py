@@ -13,14 +13,14 @@ import numpy as np
 from speculative.drafting.acceptance import AcceptanceEstimate
 from speculative.drafting.budget import ComparisonSchedule, DraftBudget
 from speculative.drafting.combined import CombinedEstimate, Estimate
-from speculative.drafting.latency_curve import CLOCK, LatencyCurve, excess
+from speculative.drafting.latency_curve import TIME_WEIGHT, LatencyCurve, excess
 from speculative.drafting.match_estimate import MatchEstimate
 from speculative.drafting.policy import LONGEST, STEPS, AdaptiveDraftLength
 from speculative.models.paged_model import rounded_up
 from speculative.models.pass_width import PassWidth
 
-WIDEST = 64  # tokens of the widest forward pass that is padded to the size of another one
-SIZES = np.arange(1, WIDEST + 1)
+MAX_PADDED = 64  # tokens of the widest forward pass that is padded to the size of another one
+SIZES = np.arange(1, MAX_PADDED + 1)
 UNUSED = np.array([rounded_up(n) != n for n in SIZES.tolist()])  # sizes that no forward pass has
 
 
@@ -33,32 +33,33 @@ class Comparison:
         self.plain_seen = 0  # iterations without a draft
         self.plain_change = plain_change  # iterations without a draft: seconds taken / as measured at the start
         self.schedule = ComparisonSchedule()
-        self.lately = np.zeros(2)  # iterations with a draft: tokens, and those of plain decoding in the same time
+        self.recent = np.zeros(2)  # iterations with a draft: tokens, and those of plain decoding in the same time
 
     @property
-    def left(self) -> float:
+    def remaining(self) -> float:
         """The budget left, in plain iterations."""
-        return self.budget.left(self.plain_change)
+        return self.budget.remaining(self.plain_change)
 
     @property
     def is_due(self) -> bool:
         """Whether to time an iteration without a draft now: only if the gain is not clear."""
-        worth, taken = self.lately.tolist()
-        if self.plain_seen < AdaptiveDraftLength.SURE and self.budget.is_low(self.plain_change):
+        worth, taken = self.recent.tolist()
+        if self.plain_seen < AdaptiveDraftLength.MIN_PLAIN_SAMPLES and self.budget.is_low(self.plain_change):
             return True
         return self.schedule.is_due and worth < AdaptiveDraftLength.CLEAR_GAIN * taken
 
-    def see_plain(self, seconds: float, measured: float) -> None:
+    def observe_plain(self, seconds: float, measured: float) -> None:
         """Learn from an iteration without a draft, which took `measured` seconds when costs were measured."""
-        self.schedule.see_plain()
+        self.schedule.observe_plain()
         self.plain_seen += 1
-        weight = max(CLOCK, 1 / (self.plain_seen + 1))
+        weight = max(TIME_WEIGHT, 1 / (self.plain_seen + 1))
         self.plain_change *= 1 + weight * excess(seconds, self.plain_change * measured)
 
-    def see_drafted(self, worth: float, taken: float) -> None:
-        """Record an iteration with a draft: its tokens per request, and its time in plain iterations."""
-        self.schedule.see_drafted()
-        self.lately = self.lately * AdaptiveDraftLength.FADE + (worth, taken)
+    def observe_drafted(self, worth: float, taken: float) -> None:
+        """Record an iteration with a draft: its tokens per request (`worth`), and its time in plain iterations
+        (`taken`)."""
+        self.schedule.observe_drafted()
+        self.recent = self.recent * AdaptiveDraftLength.DECAY + (worth, taken)
         self.budget.update(self.plain_change, taken * self.plain_change, worth)
 
 
@@ -79,7 +80,7 @@ class BatchDraftLength:
     take no time to verify.
     """
 
-    FADE = AdaptiveDraftLength.FADE
+    DECAY = AdaptiveDraftLength.DECAY
     PROBE_AFTER = 64  # iterations without any draft after which one token is drafted: costs change, too
 
     def __init__(self, main: LatencyCurve, draft: LatencyCurve, draft_further: LatencyCurve, main_change: float = 0.0):
@@ -90,26 +91,26 @@ class BatchDraftLength:
         self.draft = draft
         self.draft_further = draft_further
         self.main_change = main_change
-        self.pass_width = PassWidth(main(np.arange(WIDEST + 1)), main_change)
+        self.pass_width = PassWidth(main(np.arange(MAX_PADDED + 1)), main_change)
         self._pass_seconds = main.seconds  # of the next forward pass, by the tokens that it needs
         self._all = AcceptanceEstimate()
-        self._matches = MatchEstimate()  # likewise for copied tokens, beside a draft model
+        self._matches = MatchEstimate()  # acceptance of copied tokens, if there is a draft model, too
         self._rate = 0.0  # tokens per second to beat, in this iteration
-        self._alike = 0.0  # best rate of drafting for all requests alike
-        self._tokens = self._usual = 0.0  # recent tokens; and those of drafting for all alike in the same time
+        self._uniform_rate = 0.0  # best rate of drafting for all requests alike
+        self._tokens = self._uniform_tokens = 0.0  # recent tokens; and those of drafting for all alike in the same time
         self._seconds = 0.0  # of this iteration so far, by the cost model
-        self._drafted = False  # in this iteration
-        self._computed = False  # likewise, by the draft model
-        self._alone: tuple[int, float] | None = None  # its only drafting round: tokens, seconds / expected seconds
+        self._drafted = False  # whether a token was drafted in this iteration
+        self._computed = False  # whether the draft model has run in this iteration
+        self._only_round: tuple[int, float] | None = None  # its only drafting round: tokens, seconds / expected seconds
         self._main_sizes: set[int] = set()  # of the forward passes so far, padding included
         self._draft_sizes: set[int] = set()
-        self._compiles = False  # a forward pass of this iteration is the first one of its size
+        self._compiles = False  # whether a forward pass of this iteration is the first one of its size
         self._plain = 0  # consecutive iterations without a draft
-        self._by_texts: dict[int, Comparison] = {}
+        self._comparisons: dict[int, Comparison] = {}
         self._comparison = Comparison()  # of this iteration
-        self._texts = 0  # requests in this iteration
+        self._num_requests = 0  # requests in this iteration
         self._forced = False  # requests with their own policy draft in this iteration: it is not evaluated
-        self._without = 0.0  # seconds that this iteration would take without a draft; 0 until asked for
+        self._plain_seconds = 0.0  # seconds that this iteration would take without a draft; 0: not computed yet
         self._drafting = 0.0  # measured seconds of drafting in this iteration
         self._totals = np.zeros(4)  # requests, tokens; tokens per request, time in plain iterations: of all iterations
 
@@ -118,60 +119,59 @@ class BatchDraftLength:
         estimate = AcceptanceEstimate(pool=self._all)
         return CombinedEstimate(estimate, MatchEstimate(pool=self._matches)) if combined else estimate
 
-    def begin(self, estimates: Sequence[Estimate], texts: int) -> None:
-        """Start an iteration with `texts` requests; this policy decides for those in `estimates`."""
-        self._seconds, self._drafted, self._computed, self._alone = 0.0, False, False, None
-        self._texts, self._without, self._drafting, self._forced = texts, 0.0, 0.0, False
+    def begin(self, estimates: Sequence[Estimate], num_requests: int) -> None:
+        """Start an iteration with `num_requests` requests; this policy decides for those in `estimates`."""
+        self._seconds, self._drafted, self._computed, self._only_round = 0.0, False, False, None
+        self._num_requests, self._plain_seconds, self._drafting, self._forced = num_requests, 0.0, 0.0, False
         self._compiles = False
-        self._comparison = self._by_texts.setdefault(texts, Comparison(self._comparison.plain_change))
+        self._comparison = self._comparisons.setdefault(num_requests, Comparison(self._comparison.plain_change))
         acceptance = np.array([estimate.mean() for estimate in estimates])
         n, K = len(estimates), np.arange(LONGEST + 1)
-        gained = texts + np.concatenate([[0], np.cumsum(acceptance[:, None] ** STEPS, axis=1).sum(axis=0)])
-        drafting = np.minimum(K, 1) * self.draft(n) + np.maximum(K - 1, 0) * self._further(n)
-        rates = gained / (self.main(texts + n * K) + drafting)
-        self._alike = float(rates.max())
-        self._rate = self._alike * max(1.0, self._tokens / self._usual if self._usual else 1.0)
+        gained = num_requests + np.concatenate([[0], np.cumsum(acceptance[:, None] ** STEPS, axis=1).sum(axis=0)])
+        drafting = np.minimum(K, 1) * self.draft(n) + np.maximum(K - 1, 0) * self._further_seconds(n)
+        rates = gained / (self.main(num_requests + n * K) + drafting)
+        self._uniform_rate = float(rates.max())
+        self._rate = self._uniform_rate * max(1.0, self._tokens / self._uniform_tokens if self._uniform_tokens else 1.0)
 
     @property
     def step_worth(self) -> float:
         """Cost of the next forward pass of the draft model, in tokens of each request in it."""
-        return self._rate * self.of_round(self._texts) / max(self._texts, 1)
+        return self._rate * self.round_cost(self._num_requests) / max(self._num_requests, 1)
 
     @property
-    def of_round(self) -> LatencyCurve:
+    def round_cost(self) -> LatencyCurve:
         """Seconds of the draft model's next forward pass in this iteration."""
         return self.draft_further if self._computed else self.draft
 
-    def choose(self, estimates: Sequence[Estimate], tokens: int, anyway: int, forced: bool = False) -> list[int]:
+    def choose(self, estimates: Sequence[Estimate], tokens: int, model_users: int, forced: bool = False) -> list[int]:
         """The indices of the `estimates` to draft another token for.
 
-        The main model's next forward pass already has `tokens` tokens. `anyway` requests use the draft model in any
-        case. `forced`: some requests with their own policy draft, by copying or by the draft model.
-        """
-        self._forced = self._forced or forced or anyway > 0
-        begins = not self._without
-        if begins:
-            self._without = self._without_draft(tokens)
+        The main model's next forward pass already has `tokens` tokens. `model_users` requests use the draft model in
+        any case. `forced`: some requests with their own policy draft, by copying or by the draft model."""
+        self._forced = self._forced or forced or model_users > 0
+        is_first_round = not self._plain_seconds
+        if is_first_round:
+            self._plain_seconds = self._plain_pass_seconds(tokens)
             self._pass_seconds = self.main.seconds
         if not estimates:
             return []
-        if (self._comparison.is_due and not self._drafted) or self._comparison.left <= 0:
-            if begins:
+        if (self._comparison.is_due and not self._drafted) or self._comparison.remaining <= 0:
+            if is_first_round:
                 self.pass_width.plan_one()
             return []
-        if begins and tokens <= WIDEST:
+        if is_first_round and tokens <= MAX_PADDED:
             self._plan_pass(np.array([estimate.mean() for estimate in estimates]), tokens)
-        return self._wanted(estimates, tokens, anyway)
+        return self._requests_to_draft(estimates, tokens, model_users)
 
     def _plan_pass(self, acceptance: np.ndarray, tokens: int) -> None:
         """Plan the size of the main model's next forward pass. It has `tokens` tokens, and draft tokens for requests
         that are accepted with the probabilities `acceptance`."""
         chance = acceptance[:, None] ** STEPS  # [requests, steps]
-        order = np.argsort(-chance, axis=None, kind="stable")[: WIDEST - tokens]  # the most promising first
+        order = np.argsort(-chance, axis=None, kind="stable")[: MAX_PADDED - tokens]  # the most promising first
         step = order % LONGEST
         before = np.tril(step[:, None] == step, -1).sum(axis=1)  # draft tokens that have the same drafting round
-        of_first, of_further = (cost(before + 1) - cost(before) for cost in (self.draft, self._further))
-        gains = np.cumsum(chance.ravel()[order] - self._rate * np.where(step, of_further, of_first))
+        first_cost, further_cost = (cost(before + 1) - cost(before) for cost in (self.draft, self._further_seconds))
+        gains = np.cumsum(chance.ravel()[order] - self._rate * np.where(step, further_cost, first_cost))
         best = np.maximum.accumulate(np.append(0.0, gains))  # by the draft tokens that fit
         seconds = self.main.seconds
         worth = best[np.clip(SIZES - tokens, 0, len(order))] - self._rate * seconds[np.maximum(SIZES, tokens)]
@@ -179,33 +179,33 @@ class BatchDraftLength:
         if self.pass_width.plan(worth, self._rate * self.main_change) > tokens:
             self._pass_seconds = self.pass_width.seconds_of_planned(seconds, self.main_change)
 
-    def _wanted(self, estimates: Sequence[Estimate], tokens: int, anyway: int) -> list[int]:
+    def _requests_to_draft(self, estimates: Sequence[Estimate], tokens: int, model_users: int) -> list[int]:
         survival = np.array([estimate.survival for estimate in estimates])
         acceptance = np.array([estimate.next() for estimate in estimates])
         models = np.array([not estimate.copies for estimate in estimates])
-        chosen = self._worth(survival, acceptance, models, tokens, anyway)
+        chosen = self._best_requests(survival, acceptance, models, tokens, model_users)
         first = not any(estimate.drafted for estimate in estimates)
         due = [i for i, estimate in enumerate(estimates) if first and estimate.is_due and i not in chosen]
         if due:  # probe requests whose acceptance is believed to be poor, unless the batch is too full for any draft
             for i in due:
                 estimates[i].copies = False  # the draft model is probed
-            hoped = np.maximum([estimates[i].next() for i in due], AcceptanceEstimate.PRIOR_ACCEPTANCE)
-            others = anyway + int(models[chosen].sum())
-            more = self._worth(survival[due], hoped, np.ones(len(due), bool), tokens + len(chosen), others)
+            optimistic = np.maximum([estimates[i].next() for i in due], AcceptanceEstimate.PRIOR_ACCEPTANCE)
+            others = model_users + int(models[chosen].sum())
+            more = self._best_requests(survival[due], optimistic, np.ones(len(due), bool), tokens + len(chosen), others)
             chosen += [due[i] for i in more]
-        if first and not chosen and not anyway and self._plain >= self.PROBE_AFTER:
-            probed = min(range(len(estimates)), key=lambda i: estimates[i].plain)  # the fewest tokens to catch up
-            estimates[probed].copies = False
-            return [probed]
+        if first and not chosen and not model_users and self._plain >= self.PROBE_AFTER:
+            probe = min(range(len(estimates)), key=lambda i: estimates[i].plain)  # the fewest tokens to catch up
+            estimates[probe].copies = False
+            return [probe]
         return chosen
 
     def update_draft(self, tokens: int, seconds: float, search_seconds: float = 0.0) -> None:
         """Record a drafting round: `tokens` tokens in `seconds`, after a search for matches in `search_seconds`."""
-        curve = self.of_round
+        curve = self.round_cost
         expected = curve(tokens)
         compiles = _is_new(rounded_up(tokens), self._draft_sizes)
         self._compiles = self._compiles or compiles
-        self._alone = None if self._computed or not expected or compiles else (tokens, seconds / expected)
+        self._only_round = None if self._computed or not expected or compiles else (tokens, seconds / expected)
         self._drafted, self._computed = True, self._computed or tokens > 0
         self._drafting += seconds + search_seconds
         self._seconds += expected
@@ -218,58 +218,59 @@ class BatchDraftLength:
         compiles = _is_new(size, self._main_sizes)
         self._compiles = self._compiles or compiles
         self._plain = 0 if self._drafted else self._plain + 1
-        if self._alone:  # no further round was measured: scale its cost like the first round's
-            tokens, ratio = self._alone
+        if self._only_round:  # no further round was measured: scale its cost like the first round's
+            tokens, ratio = self._only_round
             self.draft_further.update(tokens, self.draft_further(tokens) * ratio)
-            self._alone = None
+            self._only_round = None
         if verified:
             self._seconds += self.main(verified) if prompts else self.main(size) + self.main_change * changed
-            self._tokens = self._tokens * self.FADE + gained
-            self._usual = self._usual * self.FADE + self._alike * self._seconds
+            self._tokens = self._tokens * self.DECAY + gained
+            self._uniform_tokens = self._uniform_tokens * self.DECAY + self._uniform_rate * self._seconds
             self._compare_with_plain(verified + prompts, gained, self._drafting + seconds, changed)
         if not compiles:
             self.main.update(size, seconds - self.main_change * changed)
         self._drafted = False  # `begin` is not called before passes over prompts alone
 
-    def _without_draft(self, tokens: int) -> float:
+    def _plain_pass_seconds(self, tokens: int) -> float:
         """Seconds of a forward pass over `tokens` tokens without a draft: as measured, capped by the learned curve."""
         return min(self._comparison.plain_change * self.main.measured(tokens), float(self.main(tokens)))
 
     def _compare_with_plain(self, tokens: int, gained: int, seconds: float, changed: bool) -> None:
         """Record the loss or gain of the iteration against plain decoding. `changed`: the main model's forward pass had
         another size than the one before."""
-        if not self._texts or self._forced or self._compiles:
+        if not self._num_requests or self._forced or self._compiles:
             return
-        now = self._comparison
+        comparison = self._comparison
         if not self._drafted:
             if not changed:  # after a pass of another size, this one took longer than those of plain decoding
-                now.see_plain(seconds, self.main.measured(tokens))
-            self._totals += (self._texts, gained, 1, 1)
-            now.budget.update(now.plain_change, now.plain_change)
+                comparison.observe_plain(seconds, self.main.measured(tokens))
+            self._totals += (self._num_requests, gained, 1, 1)
+            comparison.budget.update(comparison.plain_change, comparison.plain_change)
             return
-        worth = gained / self._texts
-        self._totals += (self._texts, gained, worth, seconds / self._without)
-        now.see_drafted(worth, min(seconds, 2 * self._seconds) / self._without)  # an outlier counts as twice as long
+        worth = gained / self._num_requests
+        self._totals += (self._num_requests, gained, worth, seconds / self._plain_seconds)
+        taken = min(seconds, 2 * self._seconds) / self._plain_seconds  # an outlier counts as twice as long
+        comparison.observe_drafted(worth, taken)
 
-    def _further(self, n: np.ndarray | int) -> np.ndarray:
+    def _further_seconds(self, n: np.ndarray | int) -> np.ndarray:
         """Seconds of a further drafting round: never more than a first one."""
         return np.minimum(self.draft(n), self.draft_further(n))
 
-    def _worth(
-        self, survival: np.ndarray, acceptance: np.ndarray, models: np.ndarray, tokens: int, anyway: int
+    def _best_requests(
+        self, survival: np.ndarray, acceptance: np.ndarray, models: np.ndarray, tokens: int, model_users: int
     ) -> list[int]:
         order = np.argsort(-survival * acceptance, kind="stable")
         gains = survival[order, None] * np.cumsum(acceptance[order, None] ** STEPS, axis=1)  # [texts, steps]
         n = np.arange(1, len(order) + 1)[:, None]
-        computed = anyway + models[order].cumsum()[:, None]  # requests that need a forward pass of the draft model
-        further = self._further(computed) - self._further(anyway)
-        next_ = further if self._computed else self.draft(computed) - self.draft(anyway)
+        computed = model_users + models[order].cumsum()[:, None]  # requests that need a forward pass of the draft model
+        further = self._further_seconds(computed) - self._further_seconds(model_users)
+        next_ = further if self._computed else self.draft(computed) - self.draft(model_users)
         seconds = next_ + (STEPS - 1) * further
-        of_main, longest = self._pass_seconds, len(self._pass_seconds) - 1
-        seconds = seconds + of_main[np.minimum(tokens + n * STEPS, longest)] - of_main[min(tokens, longest)]
+        main_seconds, longest = self._pass_seconds, len(self._pass_seconds) - 1
+        seconds = seconds + main_seconds[np.minimum(tokens + n * STEPS, longest)] - main_seconds[min(tokens, longest)]
         net = gains.cumsum(axis=0) - self._rate * seconds
-        texts, _ = np.unravel_index(net.argmax(), net.shape)
-        return order[: texts + 1].tolist() if net.max() > 0 else []
+        num_requests, _ = np.unravel_index(net.argmax(), net.shape)
+        return order[: num_requests + 1].tolist() if net.max() > 0 else []
 
     def describe(self) -> str:
         """Acceptance, speedup and measured costs so far, in one line."""
@@ -281,14 +282,14 @@ class BatchDraftLength:
         )
 
     def _outcome(self) -> str:
-        shown = self._all.describe()
+        outcome = self._all.describe()
         if self._matches.judged:
-            shown += f", {self._matches.describe()} copied from matches"
-        texts, gained, worth, taken = self._totals
-        if self._all.judged + self._matches.judged and texts:
-            shown += f", {gained / texts:.2f} tokens per request and forward pass"
-            shown += f", speedup {worth / taken:.2f}x over plain decoding"
-        return shown
+            outcome += f", {self._matches.describe()} copied from matches"
+        num_requests, gained, worth, taken = self._totals
+        if self._all.judged + self._matches.judged and num_requests:
+            outcome += f", {gained / num_requests:.2f} tokens per request and forward pass"
+            outcome += f", speedup {worth / taken:.2f}x over plain decoding"
+        return outcome
 
 
 def _is_new(size: int, sizes: set[int]) -> bool:

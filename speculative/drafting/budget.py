@@ -18,28 +18,28 @@ class DraftBudget:
 
     SHARE = 0.003
     START = 12.0
-    MOST = 64.0  # cap on savings: the loss of a few hard texts, so that the draft is still used for those after them
+    MAX = 64.0  # cap on savings: the loss of a few hard texts, so that the draft is still used for those after them
 
-    FADE = 0.95  # decay of the recent tokens and seconds per iteration
+    DECAY = 0.95  # decay of the recent tokens and seconds per iteration
 
-    def __init__(self, start: float = START, most: float = MOST):
+    def __init__(self, start: float = START, maximum: float = MAX):
         self._start = self._settled = start
-        self._most = most
+        self._maximum = maximum
         self._tokens = self._seconds = 0.0  # of recent drafting, less the share of all time
 
-    def left(self, plain: float) -> float:
+    def remaining(self, plain: float) -> float:
         """The budget left, in plain forward passes that take `plain` seconds each."""
-        return min(self._settled + self._tokens - self._seconds / plain, self._most)
+        return min(self._settled + self._tokens - self._seconds / plain, self._maximum)
 
     def is_low(self, plain: float) -> bool:
         """Whether less than half of the start is left."""
-        return self.left(plain) < self._start / 2
+        return self.remaining(plain) < self._start / 2
 
     def update(self, plain: float, seconds: float, tokens: float | None = None) -> None:
         """Record an iteration: its `seconds` and, if it drafted, its `tokens`. A plain one takes `plain` seconds."""
-        self._settled = self.left(plain) - self.FADE * (self._tokens - self._seconds / plain)
-        self._tokens *= self.FADE
-        self._seconds = self._seconds * self.FADE - self.SHARE * seconds
+        self._settled = self.remaining(plain) - self.DECAY * (self._tokens - self._seconds / plain)
+        self._tokens *= self.DECAY
+        self._seconds = self._seconds * self.DECAY - self.SHARE * seconds
         if tokens is not None:
             self._seconds += seconds
             self._tokens += tokens
@@ -52,26 +52,26 @@ class ComparisonSchedule:
     FIRST, LAST = 64, 512
 
     def __init__(self) -> None:
-        self._in_a_row = 0  # consecutive iterations with a draft
-        self._after = self.FIRST
+        self._consecutive = 0  # iterations with a draft
+        self._interval = self.FIRST
 
     @property
     def is_due(self) -> bool:
-        return self._in_a_row >= self._after
+        return self._consecutive >= self._interval
 
-    def see_drafted(self) -> None:
+    def observe_drafted(self) -> None:
         """Record an iteration with a draft."""
-        self._in_a_row += 1
+        self._consecutive += 1
 
-    def see_plain(self) -> None:
+    def observe_plain(self) -> None:
         """Record an iteration without a draft."""
         if self.is_due:
-            self._after = min(2 * self._after, self.LAST)
-        self._in_a_row = 0
+            self._interval = min(2 * self._interval, self.LAST)
+        self._consecutive = 0
 
 
 class OmittedCopies:
-    """Copies that the budget did not allow: the text shows the time they would have saved, which is deposited."""
+    """Copies that the budget did not allow. The text shows how much time they would have saved; it is deposited."""
 
     CHANGE_SHARE = 0.25  # of the seconds of a change of the pass's size, for each draft: several share a change
 
@@ -79,19 +79,19 @@ class OmittedCopies:
         self.forget()
 
     def forget(self) -> None:
-        self._wanted = self._right = 0
+        self._copies = self._correct = 0
 
     def update(
-        self, budget: DraftBudget, wanted: int, was_right: bool, plain: float, verify: np.ndarray, change: float
+        self, budget: DraftBudget, copies: int, was_correct: bool, plain: float, verify: np.ndarray, change: float
     ) -> None:
-        """Record an iteration without a draft, in which `wanted` tokens would have been copied. `was_right`: the first
-        one was the next token. Seconds: `verify` [n] of a forward pass over 0, 1, ... tokens, `change` additional ones
-        if its size changes, `plain` of a plain one."""
-        self._wanted = self._wanted or wanted
-        if not self._wanted:
+        """Record an iteration without a draft, in which `copies` tokens would have been copied. `was_correct`: the
+        first one was the next token. Seconds: `verify` [n] of a forward pass over 0, 1, ... tokens, `change` additional
+        ones if its size changes, `plain` of a plain one."""
+        self._copies = self._copies or copies
+        if not self._copies:
             return
-        self._right += was_right
-        if not was_right or self._right == self._wanted:
-            seconds = float(verify[self._wanted + 1]) + self.CHANGE_SHARE * change
-            budget.update(plain, seconds, self._right + 1)
+        self._correct += was_correct
+        if not was_correct or self._correct == self._copies:
+            seconds = float(verify[self._copies + 1]) + self.CHANGE_SHARE * change
+            budget.update(plain, seconds, self._correct + 1)
             self.forget()

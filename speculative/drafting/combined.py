@@ -35,7 +35,7 @@ class CombinedProposer:
 
     def can_use_model(self, tokens: np.ndarray, copied: bool) -> bool:
         """Whether the draft model can propose the token after `tokens` (int64 [n]), some of which are `copied`."""
-        return (not copied or self.draft_model.continues_others) and self.draft_model.draft_ids(tokens) is not None
+        return (not copied or self.draft_model.continues_copies) and self.draft_model.draft_ids(tokens) is not None
 
     def match(self, tokens: np.ndarray, transform: Transform, random: np.random.Generator) -> Proposal | None:
         """The token to copy after `tokens` (int64 [n]), None without a match. It depends on `tokens` only."""
@@ -59,17 +59,17 @@ class CombinedEstimate:
     """Acceptance of the draft tokens of both sources; to draft-length policies it is an `AcceptanceEstimate`."""
 
     def __init__(self, draft: AcceptanceEstimate, matches: MatchEstimate):
-        self.of_draft = draft
-        self.of_matches = matches
-        self._recently_judged = draft.PRIOR  # draft tokens, with decay
-        self._recently_accepted = draft.PRIOR * draft.mean()
+        self.draft_estimate = draft
+        self.match_estimate = matches
+        self._recent_judged = draft.PRIOR  # draft tokens, with decay
+        self._recent_accepted = draft.PRIOR * draft.mean()
         self.judged = self.accepted = 0  # draft tokens up to the first rejected one of each iteration
         self.begin()
 
     def begin(self) -> None:
         """Start an iteration."""
-        self.of_draft.begin()
-        self.of_matches.begin()
+        self.draft_estimate.begin()
+        self.match_estimate.begin()
         self.copied: list[bool] = []  # whether each draft token is a copy
         self.match: Proposal | None = None  # the token that may be copied next
         self.can_use_model = True  # for the next token
@@ -87,27 +87,29 @@ class CombinedEstimate:
         return self.copied.count(False)
 
     @property
-    def of_drafted(self) -> list[float]:
+    def drafted_acceptance(self) -> list[float]:
         """The acceptance of each draft token, if those before it are accepted."""
-        of_draft, of_matches = iter(self.of_draft.of_drafted), iter(self.of_matches.of_drafted)
+        of_draft, of_matches = (
+            iter(estimate.drafted_acceptance) for estimate in (self.draft_estimate, self.match_estimate)
+        )
         return [next(of_matches if copied else of_draft) for copied in self.copied]
 
     @property
     def survival(self) -> float:
         """The probability that all draft tokens are accepted."""
-        return self.of_draft.survival * self.of_matches.survival
+        return self.draft_estimate.survival * self.match_estimate.survival
 
     @property
     def is_due(self) -> bool:
         """Whether a probe of the draft model is due."""
-        return self.can_use_model and self.of_draft.is_due
+        return self.can_use_model and self.draft_estimate.is_due
 
     @property
     def plain(self) -> int:
         """Consecutive iterations in which no token of the draft model was judged."""
-        return self.of_draft.plain
+        return self.draft_estimate.plain
 
-    def foresee(self, match: Proposal | None, can_use_model: bool) -> None:
+    def set_next(self, match: Proposal | None, can_use_model: bool) -> None:
         """Record what may be drafted next: the token of `match`, one of the draft model, or either."""
         self.match, self.can_use_model = match, can_use_model
 
@@ -116,55 +118,55 @@ class CombinedEstimate:
         `step_worth` tokens. `further` tokens are expected after an accepted one, from either source."""
         if not self.match or not self.can_use_model:
             return self.match is not None
-        less = self.of_draft.mean() - self.of_matches.of(self.match.confidence())
-        return less * (self.survival + further) <= step_worth
+        advantage = self.draft_estimate.mean() - self.match_estimate.acceptance_of(self.match.confidence())
+        return advantage * (self.survival + further) <= step_worth
 
     def draft(self, proposal: Proposal, copied: bool) -> None:
         """Record a draft token and its source."""
         if self.match and not copied:
             self._declined.append((self.drafted, self.match))
-        (self.of_matches if copied else self.of_draft).draft(proposal.confidence())
+        (self.match_estimate if copied else self.draft_estimate).draft(proposal.confidence())
         self.copied.append(copied)
         self.match, self.copies = None, False
 
-    def see(self, tokens: list[int]) -> None:
+    def observe(self, tokens: list[int]) -> None:
         """Record, before `update`, the iteration's `tokens`, which show whether the declined copies were right."""
         declined = [*self._declined, *([(self.drafted, self.match)] if self.match else [])]
-        for place, match in declined:
-            if place < len(tokens):
-                self.of_matches.see(match.confidence(), tokens[place] == match.token)
+        for position, match in declined:
+            if position < len(tokens):
+                self.match_estimate.observe(match.confidence(), tokens[position] == match.token)
 
     def update(self, drafted: int, accepted: int) -> None:
         """Record an iteration's outcome: of `drafted` draft tokens, the first `accepted` ones were accepted."""
         judged = min(drafted, accepted + 1)
-        for estimate, copies in ((self.of_draft, False), (self.of_matches, True)):
-            places = [place for place in range(judged) if self.copied[place] == copies]
-            estimate.update(len(places), sum(place < accepted for place in places))
-        for place in range(judged):
-            self._recently_judged = self._recently_judged * self.of_draft.FADE + 1
-            self._recently_accepted = self._recently_accepted * self.of_draft.FADE + (place < accepted)
+        for estimate, copies in ((self.draft_estimate, False), (self.match_estimate, True)):
+            positions = [position for position in range(judged) if self.copied[position] == copies]
+            estimate.update(len(positions), sum(position < accepted for position in positions))
+        for position in range(judged):
+            self._recent_judged = self._recent_judged * self.draft_estimate.DECAY + 1
+            self._recent_accepted = self._recent_accepted * self.draft_estimate.DECAY + (position < accepted)
         self.judged += judged
         self.accepted += accepted
 
     def mean(self) -> float:
         """The probability that the next token of the draft model is accepted."""
-        return self.of_draft.mean()
+        return self.draft_estimate.mean()
 
     def ahead(self, longest: int) -> np.ndarray:
         """The probabilities that the next 1, 2, ..., `longest` draft tokens are accepted if the first one is the draft
         model's and the others come from either source, float64 [longest]."""
-        either = self._recently_accepted / self._recently_judged
-        return self.of_draft.mean() * either ** np.arange(longest)
+        either = self._recent_accepted / self._recent_judged
+        return self.draft_estimate.mean() * either ** np.arange(longest)
 
     def next(self) -> float:
         """The probability that the next draft token is accepted."""
-        return self.of_matches.of(self.match.confidence()) if self.match and self.copies else self.mean()
+        return self.match_estimate.acceptance_of(self.match.confidence()) if self.match and self.copies else self.mean()
 
     def describe(self) -> str:
         """The measured acceptance of each source, in a few words."""
-        of_draft = f"draft model: {self.of_draft.describe()}" if self.of_draft.judged else "draft model: not used yet"
-        of_matches = f"copies: {self.of_matches.describe()}" if self.of_matches.judged else "copies: none yet"
-        return f"{of_draft}; {of_matches}"
+        draft = self.draft_estimate.describe() if self.draft_estimate.judged else "not used yet"
+        copies = self.match_estimate.describe() if self.match_estimate.judged else "none yet"
+        return f"draft model: {draft}; copies: {copies}"
 
 
 Estimate: TypeAlias = AcceptanceEstimate | CombinedEstimate
@@ -198,12 +200,12 @@ class CombinedDraftLength(AdaptiveDraftLength):
 
     def reset(self, repeatable: bool = False) -> None:
         super().reset(repeatable)
-        of_draft = AcceptanceEstimate(self._prior_acceptance, prior_fades=True)
-        self._acceptance = CombinedEstimate(of_draft, MatchEstimate())
+        draft_estimate = AcceptanceEstimate(self._prior_acceptance, prior_decays=True)
+        self._acceptance = CombinedEstimate(draft_estimate, MatchEstimate())
         self._model_seconds = 0.0  # spent by the draft model in this iteration
         self._omitted = OmittedCopies()
-        self._wanted = 0  # copies in this iteration that the budget did not allow
-        self._was_right = False  # whether the first of them was the next token
+        self._omitted_copies = 0  # copies in this iteration that the budget did not allow
+        self._was_correct = False  # whether the first of them was the next token
 
     @property
     def estimate(self) -> CombinedEstimate:
@@ -214,27 +216,27 @@ class CombinedDraftLength(AdaptiveDraftLength):
         """Start an iteration."""
         self._acceptance.begin()
         self._model_seconds = 0.0
-        self._wanted, self._was_right = 0, False
+        self._omitted_copies, self._was_correct = 0, False
 
     def copies_next(self, match: Proposal | None, can_use_model: bool = True) -> bool | None:
         """Whether to copy the token of `match` next, or ask the draft model (False). None: stop drafting."""
         estimate = self._acceptance
-        estimate.foresee(match, can_use_model)
+        estimate.set_next(match, can_use_model)
         drafted = estimate.drafted
         if not drafted and not self._plan_width(match, can_use_model):
             return None
-        if drafted >= LONGEST - self._again:
+        if drafted >= LONGEST - self._recomputed:
             return None
-        fit = self._width - 1 - self._again - drafted
-        of_model = float(self._of_model(self._rate(drafted)).max()) if can_use_model else 0.0
+        free = self._width - 1 - self._recomputed - drafted
+        model_value = float(self._model_value(self._rate(drafted)).max()) if can_use_model else 0.0
         if (
             match
-            and fit > 0
-            and self._copies_beat_leaves(match, fit)
-            and (of_model <= 0 or self._prefers_copy(match, fit, of_model))
+            and free > 0
+            and self._copies_beat_leaves(match, free)
+            and (model_value <= 0 or self._prefers_copy(match, free, model_value))
         ):
             return True
-        if of_model > 0:
+        if model_value > 0:
             return False
         return False if not drafted and estimate.is_due else None
 
@@ -243,11 +245,11 @@ class CombinedDraftLength(AdaptiveDraftLength):
         self._acceptance.draft(proposal, copied)
         self._model_seconds += 0.0 if copied else seconds
 
-    def see(self, tokens: list[int]) -> None:
+    def observe(self, tokens: list[int]) -> None:
         """Record, before `update`, the iteration's tokens."""
         match = self._acceptance.match
-        self._was_right = bool(self._wanted and match and tokens[0] == match.token)
-        self._acceptance.see(tokens)
+        self._was_correct = bool(self._omitted_copies and match and tokens[0] == match.token)
+        self._acceptance.observe(tokens)
 
     def update(
         self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float, leaf: bool = False
@@ -257,54 +259,56 @@ class CombinedDraftLength(AdaptiveDraftLength):
             self._omitted.forget()
         else:
             plain, verify = self._plain_cost(), self._verify.seconds
-            self._omitted.update(self._budget, self._wanted, self._was_right, plain, verify, self._change)
+            self._omitted.update(
+                self._budget, self._omitted_copies, self._was_correct, plain, verify, self._change_seconds
+            )
 
     def _plan_width(self, match: Proposal | None, can_use_model: bool) -> bool:
         """Plan the size of the next forward pass. Returns whether anything may be drafted."""
-        rate, copies = self._rate(1), self._of_copies(match, LONGEST) if match else np.zeros(LONGEST)
+        rate, copies = self._rate(1), self._copies_value(match, LONGEST) if match else np.zeros(LONGEST)
         if not self._may_draft():
-            if self._budget.left(self._plain_cost()) <= 0:
-                self._wanted = int((np.append(0.0, copies) - rate * self._verify.seconds[1:]).argmax())
+            if self._budget.remaining(self._plain_cost()) <= 0:
+                self._omitted_copies = int((np.append(0.0, copies) - rate * self._verify.seconds[1:]).argmax())
             return False
         self._gains = np.cumsum(self._acceptance.ahead(LONGEST))
-        of_model = self._gains - rate * self._drafting.seconds[1:]
+        model_value = self._gains - rate * self._drafting.seconds[1:]
         if can_use_model:
-            self._plan_tree(of_model, copies)
+            self._plan_tree(model_value, copies)
         else:
             self._plan_pass(copies)
         return True
 
-    def _prefers_copy(self, match: Proposal, fit: int, of_model: float) -> bool:
-        """Whether to copy the token of `match` although the draft model is worth `of_model`; `fit` tokens fit into the
-        planned pass."""
+    def _prefers_copy(self, match: Proposal, free: int, model_value: float) -> bool:
+        """Whether to copy the token of `match` although the draft model is worth `model_value`; `free` tokens fit into
+        the planned pass."""
         steps = self._acceptance.steps
         step = float(self._drafting.seconds[steps + 1] - self._drafting.seconds[steps])
-        further = max(of_model, float(self._of_copies(match, fit)[-1]))
+        further = max(model_value, float(self._copies_value(match, free)[-1]))
         return self._acceptance.prefers_copy(self._rate(1) * step, further)
 
-    def _copies_beat_leaves(self, match: Proposal, fit: int) -> bool:
-        """Whether copies of `match` are worth more than the leaves whose places they take; `fit` tokens fit into the
+    def _copies_beat_leaves(self, match: Proposal, free: int) -> bool:
+        """Whether copies of `match` are worth more than the leaves whose places they take; `free` tokens fit into the
         planned pass."""
         drafted, steps = self._acceptance.drafted, self._acceptance.steps
-        left = self._of_leaves(drafted + 1 + np.arange(fit), steps)
-        return bool((self._of_copies(match, fit) > self._of_leaves(drafted, steps) - left).any())
+        remaining_leaves = self._leaves_value(drafted + 1 + np.arange(free), steps)
+        return bool((self._copies_value(match, free) > self._leaves_value(drafted, steps) - remaining_leaves).any())
 
-    def _of_copies(self, match: Proposal, longest: int) -> np.ndarray:
+    def _copies_value(self, match: Proposal, longest: int) -> np.ndarray:
         """Value of 1, 2, ..., `longest` more draft tokens if they are copied, in tokens: float64 [longest]."""
         estimate = self._acceptance
-        return estimate.survival * estimate.of_matches.ahead_of(match.confidence(), longest).cumsum()
+        return estimate.survival * estimate.match_estimate.acceptance_ahead(match.confidence(), longest).cumsum()
 
-    def _of_model(self, rate: float) -> np.ndarray:
+    def _model_value(self, rate: float) -> np.ndarray:
         """Value of 1, 2, ... more draft tokens if the first is the draft model's, in tokens, less that of the time to
         draft them and to verify those that do not fit into the planned pass, at `rate` tokens per second. float64
         [LONGEST - drafted], one less if an accepted leaf is computed again."""
         drafted, steps = self._acceptance.drafted, self._acceptance.steps
-        left, needed = LONGEST - drafted - self._again, drafted + 1 + self._again
-        seconds = self._drafting.seconds[steps + 1 : steps + left + 1] - self._drafting.seconds[steps]
+        remaining, needed = LONGEST - drafted - self._recomputed, drafted + 1 + self._recomputed
+        seconds = self._drafting.seconds[steps + 1 : steps + remaining + 1] - self._drafting.seconds[steps]
         seconds = seconds + self._passes[needed + 1 :] - self._passes[needed]
-        more = STEPS[:left]
-        leaves = self._of_leaves(drafted + more, steps + more) - self._of_leaves(drafted, steps)
-        return self._acceptance.survival * self._gains[:left] + leaves - rate * seconds
+        further = STEPS[:remaining]
+        leaves = self._leaves_value(drafted + further, steps + further) - self._leaves_value(drafted, steps)
+        return self._acceptance.survival * self._gains[:remaining] + leaves - rate * seconds
 
     def _draft_steps(self, drafted: int, draft_seconds: float) -> tuple[int, float]:
         return self._acceptance.steps, self._model_seconds

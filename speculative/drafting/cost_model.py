@@ -29,10 +29,10 @@ MEASURED = (1, 2, 3, 4, 5, 6, 8, 11, LONGEST + 1)  # tokens in one forward pass,
 MEASURED_BATCHED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # for batches
 FORMAT = 4  # of the cached file; others may hold costs measured under load, or lack those of changes of size
 CONTEXT = 64  # tokens in the KV cache while measuring, if they fit
-TIMES, LEAST_SECONDS = 3, 0.5  # least repetitions, and least seconds: small models are timed more often
+MIN_REPETITIONS, MIN_SECONDS = 3, 0.5  # least repetitions, and least seconds: small models are timed more often
 ENOUGH_SECONDS = 2.0  # of measuring for batches at every start: then two repetitions do
-TRIES = 5  # measurements on a busy machine
-DISORDER = 1.2  # a forward pass this many times slower than one over more tokens was disturbed by other load
+MAX_MEASUREMENTS = 5  # measurements on a busy machine
+MAX_DISORDER = 1.2  # a forward pass this many times slower than one over more tokens was disturbed by other load
 
 
 class Seconds(NamedTuple):
@@ -53,46 +53,49 @@ class Seconds(NamedTuple):
 def measure(main: CachedModel, draft: CachedModel | EagleHead | None) -> Costs:
     """Measure the costs for `AdaptiveDraftLength` (about a second for a 1 B model).
 
-    Measures up to `TRIES` times while longer passes seem faster than shorter ones. Keeps the least time of each.
-    """
-    seconds = _clock(main, draft, [(n, 1) for n in MEASURED])
-    for _ in range(TRIES - 1):
-        if not _in_disorder(seconds.main):
+    Measures up to `MAX_MEASUREMENTS` times while longer passes seem faster than shorter ones. Keeps the least time of
+    each."""
+    seconds = _measure_seconds(main, draft, [(n, 1) for n in MEASURED])
+    for _ in range(MAX_MEASUREMENTS - 1):
+        if not _is_disturbed(seconds.main):
             break
-        again = _clock(main, draft, [(n, 1) for n in MEASURED])
+        second = _measure_seconds(main, draft, [(n, 1) for n in MEASURED])
         seconds = Seconds(
-            *({n: min(of_n, new[n]) for n, of_n in old.items()} for old, new in zip(seconds, again, strict=True))
+            *({n: min(of_n, new[n]) for n, of_n in old.items()} for old, new in zip(seconds, second, strict=True))
         )
     return Costs(seconds.draft.get(1, 0.0), seconds.main, seconds.draft_further.get(1, 0.0), seconds.change)
 
 
-def _in_disorder(seconds: dict[int, float]) -> bool:
+def _is_disturbed(seconds: dict[int, float]) -> bool:
     """Whether a forward pass took clearly longer than one over more tokens."""
     times = [seconds[n] for n in sorted(seconds)]
-    return any(fewer > DISORDER * more for i, fewer in enumerate(times) for more in times[i + 1 :])
+    return any(fewer > MAX_DISORDER * more for i, fewer in enumerate(times) for more in times[i + 1 :])
 
 
 def measure_batched(main: CachedModel, draft: CachedModel | EagleHead | None) -> BatchDraftLength:
     """A `BatchDraftLength` with measured costs (takes a few seconds for a 1 B model)."""
-    seconds = _clock(main, draft, [(n, n) for n in MEASURED_BATCHED], ENOUGH_SECONDS)
+    seconds = _measure_seconds(main, draft, [(n, n) for n in MEASURED_BATCHED], ENOUGH_SECONDS)
     main_curve, first, further = (LatencyCurve(by_tokens or {1: 0.0}) for by_tokens in seconds[:3])
     return BatchDraftLength(main_curve, first, further, seconds.change)
 
 
-def _clock(
-    main: CachedModel, draft: CachedModel | EagleHead | None, counts: list[tuple[int, int]], enough: float = math.inf
+def _measure_seconds(
+    main: CachedModel,
+    draft: CachedModel | EagleHead | None,
+    counts: list[tuple[int, int]],
+    enough_seconds: float = math.inf,
 ) -> Seconds:
     """Time both models on each of `counts` (main, draft), interleaved, because a large model evicts a small one from
     the CPU caches. Each pass follows one over as many tokens by the same model: after another number of tokens,
-    OpenVINO prepares the pass again. After `enough` seconds, two repetitions suffice. Clears both KV caches."""
+    OpenVINO prepares the pass again. After `enough_seconds` seconds, two repetitions suffice. Clears both KV caches."""
     models = [main, *([draft] if draft else [])]
-    most = max(n for n, _ in counts)
-    context = max(1, min(CONTEXT, *(model.capacity - most for model in models)))
-    tokens = (np.arange(context + most, dtype=np.int64) * 7919 + 1) % min(model.vocab_size for model in models)
+    max_tokens = max(n for n, _ in counts)
+    context = max(1, min(CONTEXT, *(model.capacity - max_tokens for model in models)))
+    tokens = (np.arange(context + max_tokens, dtype=np.int64) * 7919 + 1) % min(model.vocab_size for model in models)
     for model in models:
         model.logits(tokens[:context])
     times: list[dict[int, list[float]]] = [{}, {}, {}, {}]
-    times_main, times_draft, times_further, times_changed = times
+    main_times, draft_times, further_times, changed_times = times
 
     def time_one(model: CachedModel | EagleHead, n: int, of_model: dict[int, list[float]] | None = None) -> None:
         if context + n <= model.capacity:
@@ -102,15 +105,15 @@ def _clock(
                 of_model.setdefault(n, []).append(time.perf_counter() - begin)
 
     started, rounds, elapsed = time.perf_counter(), 0, 0.0
-    while rounds < 2 or (rounds <= TIMES and elapsed < enough) or elapsed < LEAST_SECONDS:
+    while rounds < 2 or (rounds <= MIN_REPETITIONS and elapsed < enough_seconds) or elapsed < MIN_SECONDS:
         for n, n_draft in counts:
-            time_one(main, n, times_changed)
+            time_one(main, n, changed_times)
             if draft:
                 time_one(draft, n_draft)
-            time_one(main, n, times_main)
+            time_one(main, n, main_times)
             if draft:
-                time_one(draft, n_draft, times_draft)
-                time_one(draft, n_draft, times_further)
+                time_one(draft, n_draft, draft_times)
+                time_one(draft, n_draft, further_times)
         rounds, elapsed = rounds + 1, time.perf_counter() - started
     for model in models:
         model.reset()
@@ -154,12 +157,12 @@ def load_or_measure(name: str, main: CachedModel, draft: CachedModel | EagleHead
     therefore kept, too. Without a seed, decoding corrects them by its own timings.
     """
     file = folder / f"costs-{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
-    if costs := _kept(file):
+    if costs := _read_cached(file):
         return costs
     costs = measure(main, draft)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if earlier := _kept(file):  # another process has measured at the same time
+        if earlier := _read_cached(file):  # another process has measured at the same time
             return earlier
         atomic_write(file, json.dumps({**asdict(costs), "of": name}))
     except OSError:
@@ -167,10 +170,10 @@ def load_or_measure(name: str, main: CachedModel, draft: CachedModel | EagleHead
     return costs
 
 
-def _kept(file: Path) -> Costs | None:
+def _read_cached(file: Path) -> Costs | None:
     try:
-        kept = json.loads(file.read_text(encoding="utf-8"))
-        main = {int(n): seconds for n, seconds in kept["main"].items()}
-        return Costs(kept["draft"], main, kept["draft_further"], kept["main_change"])
+        cached = json.loads(file.read_text(encoding="utf-8"))
+        main = {int(n): seconds for n, seconds in cached["main"].items()}
+        return Costs(cached["draft"], main, cached["draft_further"], cached["main_change"])
     except (OSError, ValueError, KeyError):
         return None  # missing or truncated

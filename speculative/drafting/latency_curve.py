@@ -6,8 +6,8 @@ from typing import overload
 
 import numpy as np
 
-CLOCK = 0.1  # weight of the newest time: load, heat and longer contexts change the costs
-CLOCK_OTHERS = 0.02  # least weight for other numbers of tokens; more for near ones
+TIME_WEIGHT = 0.1  # weight of the newest time: load, heat and longer contexts change the costs
+MIN_TIME_WEIGHT = 0.02  # least weight for other numbers of tokens; more for near ones
 KNOTS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048])
 SIZES = np.arange(KNOTS[-1] + 1)
 
@@ -17,9 +17,9 @@ def excess(seen: float, expected: float) -> float:
     return min(max(seen / expected, 0.5), 2.0) - 1 if expected else 0.0
 
 
-def rescaling(nearness: np.ndarray, seen: float, expected: float, weight: float = CLOCK) -> np.ndarray:
+def rescaling(nearness: np.ndarray, seen: float, expected: float, weight: float = TIME_WEIGHT) -> np.ndarray:
     """Factors by which a measured time changes costs, by their `nearness` to it, from 0 to 1 (its own)."""
-    return 1 + np.maximum(weight * nearness, CLOCK_OTHERS) * excess(seen, expected)
+    return 1 + np.maximum(weight * nearness, MIN_TIME_WEIGHT) * excess(seen, expected)
 
 
 def monotone(measured: Mapping[int, float]) -> tuple[list[int], np.ndarray]:
@@ -44,7 +44,7 @@ class LatencyTable:
         sizes = np.arange(len(seconds))
         self._nearness = spread ** np.abs(sizes - sizes[:, None])
 
-    def update(self, n: int, seconds: float, weight: float = CLOCK) -> None:
+    def update(self, n: int, seconds: float, weight: float = TIME_WEIGHT) -> None:
         """Record the time of n tokens. Outliers count as at most twice the expected time."""
         self.seconds *= rescaling(self._nearness[n], seconds, float(self.seconds[n]), weight)
         # Fewer tokens never cost more: lowers sizes that were measured under load and have not been seen since.
@@ -54,7 +54,7 @@ class LatencyTable:
 class LatencyCurve:
     """Seconds of a forward pass over n tokens; `update` tracks changes through load, heat and longer contexts."""
 
-    FADE = 0.002  # decay of the slowdown of other sizes that this one does not show, so that they are tried again
+    DECAY = 0.002  # decay of the slowdown of other sizes that this one does not show, so that they are tried again
 
     def __init__(self, measured: Mapping[int, float]):
         """`measured` maps numbers of tokens, including 1, to seconds; extrapolated linearly beyond the largest."""
@@ -84,13 +84,13 @@ class LatencyCurve:
         """Record a forward pass over n tokens. Outliers count as at most twice the expected time."""
         expected = self(n)
         if expected > 0:
-            self._change -= self.FADE * np.maximum(self._change - np.interp(n, KNOTS, self._change), 0)
+            self._change -= self.DECAY * np.maximum(self._change - np.interp(n, KNOTS, self._change), 0)
             self._change *= rescaling(_nearness(n), seconds, expected)
             self.seconds = self._table()
 
-    def most(self, seconds: float, beside: int) -> int:
-        """Number of tokens that fit into a forward pass of `seconds` besides `beside` tokens."""
-        return int(np.count_nonzero(self.seconds[beside + 1 :] <= seconds))
+    def max_tokens(self, seconds: float, other_tokens: int) -> int:
+        """Number of tokens that fit into a forward pass of `seconds` besides `other_tokens` tokens."""
+        return int(np.count_nonzero(self.seconds[other_tokens + 1 :] <= seconds))
 
     def _table(self) -> np.ndarray:
         """Seconds of forward passes over 0, 1, ... tokens."""

@@ -3,7 +3,7 @@
 import numpy as np
 
 from speculative.drafting.budget import DraftBudget, OmittedCopies
-from speculative.drafting.latency_curve import CLOCK, LatencyTable, excess
+from speculative.drafting.latency_curve import TIME_WEIGHT, LatencyTable, excess
 from speculative.drafting.match_estimate import MatchEstimate
 from speculative.drafting.policy import (
     LONGEST,
@@ -36,9 +36,9 @@ class LookupDraftLength(DraftLengthPolicy):
     almost from its start, however wrong the estimates are.
     """
 
-    FADE = 0.97  # decay of recent tokens and seconds per iteration
+    DECAY = 0.97  # decay of recent tokens and seconds per iteration
     SPREAD = 0.6  # weight of a forward pass's time for one of a token more or less
-    BUDGET, MOST = 1.0, 8.0  # at first, and at most, in plain forward passes
+    BUDGET, MAX_BUDGET = 1.0, 8.0  # at first, and at most, in plain forward passes
 
     def __init__(self, costs: Costs):
         """Of `costs`, only the main model's seconds are used."""
@@ -49,15 +49,16 @@ class LookupDraftLength(DraftLengthPolicy):
     def reset(self, repeatable: bool = False) -> None:
         self._repeatable = repeatable
         self._verify = LatencyTable(self.costs.verify(), self.SPREAD)
-        self._seen = np.ones(LONGEST + 2)  # forward passes of each size
+        self._passes = np.ones(LONGEST + 2)  # forward passes of each size
         self._plain_seconds = float(self._verify.seconds[1])  # of plain decoding, learned from that only
-        self._change = self.costs.main_change  # additional seconds of a forward pass of another size than the last
+        # additional seconds of a forward pass of another size than the last
+        self._change_seconds = self.costs.main_change
         self._acceptance = MatchEstimate()
-        self._budget = DraftBudget(self.BUDGET, self.MOST)
+        self._budget = DraftBudget(self.BUDGET, self.MAX_BUDGET)
         self._width = 1  # planned tokens of the next forward pass
         self._declined: float | None = None  # the confidence in this iteration's declined token
-        self._declined_was_right: bool | None = None
-        self._wanted = 0  # draft tokens in this iteration, if the budget allowed them
+        self._declined_was_correct: bool | None = None
+        self._omitted_copies = 0  # draft tokens in this iteration, if the budget allowed them
         self._omitted = OmittedCopies()
         self._tokens = self._seconds = 0.0  # recent ones
         self._all_iterations, self._all_seconds = 0, 0.0
@@ -77,78 +78,88 @@ class LookupDraftLength(DraftLengthPolicy):
     def _begin(self, confidence: Confidence | None) -> None:
         """Start an iteration: plan its forward pass."""
         self._acceptance.begin()
-        self._declined, self._declined_was_right, self._wanted = None, None, 0
+        self._declined, self._declined_was_correct, self._omitted_copies = None, None, 0
         tokens = np.ones(LONGEST + 1)
         if confidence:
-            tokens[1:] += self._acceptance.ahead_of(confidence(), LONGEST).cumsum()
+            tokens[1:] += self._acceptance.acceptance_ahead(confidence(), LONGEST).cumsum()
         worth = tokens - self._rate() * self._verify.seconds[1:]
-        if self._budget.left(self._plain()) > 0:
-            self._width = self.pass_width.plan(worth, self._rate() * self._change)
+        if self._budget.remaining(self._plain_cost()) > 0:
+            self._width = self.pass_width.plan(worth, self._rate() * self._change_seconds)
         else:
-            self._wanted, self._width = int(worth.argmax()), 1
+            self._omitted_copies, self._width = int(worth.argmax()), 1
             self.pass_width.plan_one()
 
-    def learn_declined(self, was_right: bool) -> None:
+    def observe_declined(self, was_correct: bool) -> None:
         """Record before `update` whether a declined proposal was the next token, unless a draft token was rejected."""
-        self._declined_was_right = was_right
+        self._declined_was_correct = was_correct
 
     def update(
         self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float, leaf: bool = False
     ) -> None:
         self._acceptance.update(drafted, accepted)
-        if self._declined is not None and self._declined_was_right is not None:
-            self._acceptance.see(self._declined, self._declined_was_right)
-        self._learn_seconds(accepted + 1, draft_seconds + main_seconds)
+        if self._declined is not None and self._declined_was_correct is not None:
+            self._acceptance.observe(self._declined, self._declined_was_correct)
+        self._update_seconds(accepted + 1, draft_seconds + main_seconds)
         if drafted:
             self._omitted.forget()
         else:
-            was_right = bool(self._declined_was_right)
+            was_correct = bool(self._declined_was_correct)
             verify = self._verify.seconds
-            self._omitted.update(self._budget, self._wanted, was_right, self._plain(), verify, self._change)
-        self._declined, self._declined_was_right, self._wanted = None, None, 0
+            self._omitted.update(
+                self._budget, self._omitted_copies, was_correct, self._plain_cost(), verify, self._change_seconds
+            )
+        self._declined, self._declined_was_correct, self._omitted_copies = None, None, 0
 
-    def _learn_seconds(self, tokens: int, seconds: float) -> None:
+    def _update_seconds(self, tokens: int, seconds: float) -> None:
         """Record the seconds of an iteration that generated `tokens`."""
-        least = self.pass_width.least
+        least = self.pass_width.plain_size
         width, is_changed = min(max(self.pass_width.last, least), LONGEST + 1), self.pass_width.is_changed
-        inevitable = self._change * (is_changed and self.pass_width.is_first)  # without a draft, too
-        expected = float(self._verify.seconds[width]) + self._change * is_changed
+        unavoidable = self._change_seconds * (is_changed and self.pass_width.is_first)  # without a draft, too
+        expected = float(self._verify.seconds[width]) + self._change_seconds * is_changed
         if self._repeatable:
             seconds = expected
         elif is_changed:
-            change = self._change
-            more = min(max(seconds - float(self._verify.seconds[width]), -self._plain()), self._plain())
-            self._change = max(change + CLOCK * (more - change), 0.0)
+            change = self._change_seconds
+            change_seen = min(
+                max(seconds - float(self._verify.seconds[width]), -self._plain_cost()), self._plain_cost()
+            )
+            self._change_seconds = max(change + TIME_WEIGHT * (change_seen - change), 0.0)
         else:
-            self._seen[width] += 1
-            self._verify.update(width, seconds, max(CLOCK, 1 / float(self._seen[width])))
+            self._passes[width] += 1
+            self._verify.update(width, seconds, max(TIME_WEIGHT, 1 / float(self._passes[width])))
             if width == least:
-                self._plain_seconds *= 1 + CLOCK * excess(seconds, self._plain_seconds)
+                self._plain_seconds *= 1 + TIME_WEIGHT * excess(seconds, self._plain_seconds)
             self._verify.seconds[1] = min(self._plain_seconds, float(self._verify.seconds[2]))
-        expected, seconds = expected - inevitable, max(seconds - inevitable, 0.0)
+        expected, seconds = expected - unavoidable, max(seconds - unavoidable, 0.0)
         is_plain = width == least and (not is_changed or self.pass_width.is_first)
-        self._budget.update(self._plain(), expected * (1 + excess(seconds, expected)), None if is_plain else tokens)
-        self._tokens = self._tokens * self.FADE + tokens
-        self._seconds = self._seconds * self.FADE + expected
+        self._budget.update(
+            self._plain_cost(), expected * (1 + excess(seconds, expected)), None if is_plain else tokens
+        )
+        self._tokens = self._tokens * self.DECAY + tokens
+        self._seconds = self._seconds * self.DECAY + expected
         self._all_iterations += 1
         self._all_seconds += seconds
 
-    def _plain(self) -> float:
+    def _plain_cost(self) -> float:
         """Seconds of a forward pass of plain decoding: its own timings, if there are many."""
-        if self._seen[self.pass_width.least] > AdaptiveDraftLength.SURE:
+        if self._passes[self.pass_width.plain_size] > AdaptiveDraftLength.MIN_PLAIN_SAMPLES:
             return self._plain_seconds
         return min(self._plain_seconds, float(self._verify.seconds[2]))
 
     def _rate(self) -> float:
         """Tokens per second to beat: the recent rate, but at least that of plain decoding."""
-        return max(1 / self._plain(), self._tokens / self._seconds if self._seconds else 0.0)
+        return max(1 / self._plain_cost(), self._tokens / self._seconds if self._seconds else 0.0)
 
     def describe(self) -> str:
         outcome = describe_outcome(
-            self._acceptance.judged, self._acceptance.accepted, self._all_iterations, self._all_seconds, self._plain()
+            self._acceptance.judged,
+            self._acceptance.accepted,
+            self._all_iterations,
+            self._all_seconds,
+            self._plain_cost(),
         )
         return (
             f"as many tokens of a match as are worth verifying: {outcome}; the main model takes "
-            f"{self._plain() * 1000:.1f} ms for one token, {self._verify.seconds[5] * 1000:.1f} ms for 5, and "
-            f"{self._change * 1000:.1f} ms more where the number changes"
+            f"{self._plain_cost() * 1000:.1f} ms for one token, {self._verify.seconds[5] * 1000:.1f} ms for 5, and "
+            f"{self._change_seconds * 1000:.1f} ms more where the number changes"
         )

@@ -13,7 +13,7 @@ import numpy as np
 
 from speculative.drafting.acceptance import AcceptanceEstimate, count_of_tokens, describe_acceptance
 from speculative.drafting.budget import ComparisonSchedule, DraftBudget
-from speculative.drafting.latency_curve import CLOCK, CLOCK_OTHERS, LatencyTable, excess, monotone
+from speculative.drafting.latency_curve import MIN_TIME_WEIGHT, TIME_WEIGHT, LatencyTable, excess, monotone
 from speculative.drafting.tree import LeafEstimate
 from speculative.models.pass_width import PassWidth
 from speculative.sampling.params import SamplingParams
@@ -140,10 +140,10 @@ class Costs:
 
         On an AMD EPYC, SmolLM2-135M takes 16 ms for one or two tokens, 14 ms for three to six.
         """
-        least = min(self.main.values())
-        if self.main[1] <= FASTER * least:
+        fastest = min(self.main.values())
+        if self.main[1] <= FASTER * fastest:
             return 1
-        return min(n for n, seconds in self.main.items() if seconds <= SAME * least)
+        return min(n for n, seconds in self.main.items() if seconds <= SAME * fastest)
 
     def pass_width(self, pads: bool = True) -> PassWidth:
         """The size of the main model's forward passes; without `pads`, they have the size that is needed."""
@@ -178,9 +178,9 @@ class AdaptiveDraftLength(DraftLengthPolicy):
     A `DraftBudget` bounds the loss against plain decoding, however wrong the estimates are.
     """
 
-    FADE = 0.99  # decay of the recent tokens and seconds per iteration
+    DECAY = 0.99  # decay of the recent tokens and seconds per iteration
     SPREAD = 0.6  # weight of a forward pass's time for one of a token more or less
-    SURE = 4  # plain iterations after which measured losses are trusted
+    MIN_PLAIN_SAMPLES = 4  # plain iterations after which measured losses are trusted
     CLEAR_GAIN = 1.5  # speedup above which plain decoding is not timed
 
     def __init__(self, costs: Costs, prior_acceptance: float = AcceptanceEstimate.PRIOR_ACCEPTANCE):
@@ -194,11 +194,12 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         self._repeatable = repeatable
         self._drafting = LatencyTable(self.costs.drafting(), spread=1.0)
         self._verify = LatencyTable(self.costs.verify(), self.SPREAD)
-        self._change = self.costs.main_change  # additional seconds of a forward pass of another size than the last
+        # additional seconds of a forward pass of another size than the last
+        self._change_seconds = self.costs.main_change
         self._passes = self._verify.seconds  # of the next forward pass, by the tokens that it needs
-        self._chains = np.zeros(LONGEST + 1)  # seconds to draft and verify chains of 0, 1, ... tokens
-        self._beside = np.zeros(LONGEST + 1)  # value of the leaves beside them, in tokens
-        self._acceptance = AcceptanceEstimate(self._prior_acceptance, prior_fades=True)
+        self._chain_seconds = np.zeros(LONGEST + 1)  # seconds to draft and verify chains of 0, 1, ... tokens
+        self._chain_leaves = np.zeros(LONGEST + 1)  # value of the leaves beside them, in tokens
+        self._acceptance = AcceptanceEstimate(self._prior_acceptance, prior_decays=True)
         self._tokens = self._seconds = 0.0  # gained and spent, by the cost model
         self._gains = np.zeros(LONGEST)  # expected tokens of drafting 1, 2, ..., LONGEST more
         self._leaf_estimate = LeafEstimate()
@@ -206,13 +207,13 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         self._tree_gains = np.where(LEAVES < 0, -np.inf, 0.0)  # of the leaves in trees of 1, 2, ... tokens (columns)
         self._width = 1  # planned tokens of the next forward pass
         self._accepted_leaves = 0
-        self._again = 0  # tokens that the next forward pass computes again: an accepted leaf
+        self._recomputed = 0  # 1 if the next forward pass computes an accepted leaf again, else 0
         self._budget = DraftBudget()
         self._plain_seconds = float(self._verify.seconds[1])  # of an iteration without a draft, learned from these only
         self._plain_seen = 0
         self._comparisons = ComparisonSchedule()
-        self._lately = np.zeros(2)  # tokens and seconds of iterations with a draft, with decay
-        self._drafted_before = False  # in the last iteration, by the draft model
+        self._recent = np.zeros(2)  # tokens and seconds of iterations with a draft, with decay
+        self._drafted_last_time = False  # whether the draft model ran in the last iteration
         self._iterations, self._all_seconds = 0, 0.0  # since the last reset
 
     def should_draft(self, drafted: int, confidence: Confidence | None) -> bool:
@@ -222,19 +223,21 @@ class AdaptiveDraftLength(DraftLengthPolicy):
             if not self._may_draft():
                 return False
             self._plan_tree(self._gains - self._rate(1) * self._drafting.seconds[1:])
-            self._chains = self._passes[1 + self._again :] + self._drafting.seconds[: LONGEST + 1 - self._again]
-            self._beside = self._of_leaves(CHAINS, CHAINS)
+            self._chain_seconds = (
+                self._passes[1 + self._recomputed :] + self._drafting.seconds[: LONGEST + 1 - self._recomputed]
+            )
+            self._chain_leaves = self._leaves_value(CHAINS, CHAINS)
             return self._is_worth_it(0) or self._acceptance.is_due
         assert confidence is not None  # that of the last draft token
         self._acceptance.draft(confidence())
-        return drafted < LONGEST - self._again and self._is_worth_it(drafted)
+        return drafted < LONGEST - self._recomputed and self._is_worth_it(drafted)
 
     def _may_draft(self) -> bool:
         """Whether the budget allows a draft and no plain iteration is due; otherwise the next pass is a plain one."""
-        may = self._budget.left(self._plain_cost()) > 0 and not self._is_to_compare()
-        if not may and self.pass_width:
+        allowed = self._budget.remaining(self._plain_cost()) > 0 and not self._is_comparison_due()
+        if not allowed and self.pass_width:
             self.pass_width.plan_one()
-        return may
+        return allowed
 
     @property
     def tree(self) -> LeafEstimate | None:
@@ -246,8 +249,8 @@ class AdaptiveDraftLength(DraftLengthPolicy):
 
     def leaves(self) -> list[Leaf]:
         width = self.pass_width.planned if self.pass_width else 0
-        free = width - 1 - self._again - self._leaf_estimate.drafted
-        return self._leaf_estimate.best(self._acceptance.of_drafted, free)
+        free = width - 1 - self._recomputed - self._leaf_estimate.drafted
+        return self._leaf_estimate.best(self._acceptance.drafted_acceptance, free)
 
     def _plan_tree(self, gains: np.ndarray, leafless: np.ndarray | None = None) -> None:
         """Plan the size of the next forward pass; a chain of 1, 2, ... tokens is worth `gains` [LONGEST], in tokens.
@@ -265,22 +268,22 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         self._passes, self._width = self._verify.seconds, 1
         if not self.pass_width:
             return
-        if self._again:
+        if self._recomputed:
             gains = np.append(0.0, gains[:-1])
         rate = self._rate(1)
         worth = np.maximum.accumulate(np.append(0.0, gains)) - rate * self._verify.seconds[1:]
-        self._width = self.pass_width.plan(worth, rate * self._change)
-        self._passes = self.pass_width.seconds_of_planned(self._verify.seconds, self._change)
+        self._width = self.pass_width.plan(worth, rate * self._change_seconds)
+        self._passes = self.pass_width.seconds_of_planned(self._verify.seconds, self._change_seconds)
 
-    def _of_leaves(self, drafted: int | np.ndarray, steps: int | np.ndarray) -> np.ndarray:
+    def _leaves_value(self, drafted: int | np.ndarray, steps: int | np.ndarray) -> np.ndarray:
         """Value of the leaves that fit into the planned pass beside `drafted` draft tokens, `steps` of them the draft
         model's, in tokens."""
-        return self._has_tree * self._leaf_gains[steps, np.maximum(self._width - 1 - self._again - drafted, 0)]
+        return self._has_tree * self._leaf_gains[steps, np.maximum(self._width - 1 - self._recomputed - drafted, 0)]
 
     @property
-    def _least(self) -> int:
+    def _plain_size(self) -> int:
         """The size of a plain forward pass, padding included."""
-        return self.pass_width.least if self.pass_width else 1
+        return self.pass_width.plain_size if self.pass_width else 1
 
     def _last_pass(self, drafted: int) -> tuple[int, bool, bool]:
         """The size of the last forward pass, padding included, whether the one before had another size, and whether
@@ -292,29 +295,29 @@ class AdaptiveDraftLength(DraftLengthPolicy):
     def update(
         self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float, leaf: bool = False
     ) -> None:
-        steps, of_model = self._draft_steps(drafted, draft_seconds)
+        steps, model_seconds = self._draft_steps(drafted, draft_seconds)
         width, is_changed, is_first = self._last_pass(drafted)
         self._acceptance.update(drafted, accepted)
         if not self._repeatable:
-            if self._drafted_before:  # otherwise the draft also processes the tokens that were decoded without it
-                self._drafting.update(steps, of_model)
+            if self._drafted_last_time:  # otherwise the draft also processes the tokens that were decoded without it
+                self._drafting.update(steps, model_seconds)
             if is_changed:
-                plain, change = self._plain_cost(), self._change
-                more = min(max(main_seconds - float(self._verify.seconds[width]), -plain), plain)
-                self._change = max(change + CLOCK * (more - change), 0.0)
-                self._verify.update(width, main_seconds - change, CLOCK_OTHERS)
+                plain, change = self._plain_cost(), self._change_seconds
+                change_seen = min(max(main_seconds - float(self._verify.seconds[width]), -plain), plain)
+                self._change_seconds = max(change + TIME_WEIGHT * (change_seen - change), 0.0)
+                self._verify.update(width, main_seconds - change, MIN_TIME_WEIGHT)
             else:
                 self._verify.update(width, main_seconds)
-        inevitable = self._change * (is_changed and is_first)  # without a draft, too
-        verify = float(self._verify.seconds[width]) + self._change * is_changed - inevitable
+        unavoidable = self._change_seconds * (is_changed and is_first)  # without a draft, too
+        verify = float(self._verify.seconds[width]) + self._change_seconds * is_changed - unavoidable
         expected = float(self._drafting.seconds[steps]) + verify
-        self._tokens = self._tokens * self.FADE + accepted + leaf + 1
-        self._seconds = self._seconds * self.FADE + expected
-        seconds = expected if self._repeatable else max(draft_seconds + main_seconds - inevitable, 0.0)
-        self._drafted_before = steps > 0
-        is_plain = not drafted and width <= self._least and (not is_changed or is_first)
+        self._tokens = self._tokens * self.DECAY + accepted + leaf + 1
+        self._seconds = self._seconds * self.DECAY + expected
+        seconds = expected if self._repeatable else max(draft_seconds + main_seconds - unavoidable, 0.0)
+        self._drafted_last_time = steps > 0
+        is_plain = not drafted and width <= self._plain_size and (not is_changed or is_first)
         self._accepted_leaves += leaf
-        self._again = int(leaf)
+        self._recomputed = int(leaf)
         self._compare_with_plain(is_plain, accepted + leaf, expected * (1 + excess(seconds, expected)))
         self._iterations += 1
         self._all_seconds += seconds
@@ -326,12 +329,12 @@ class AdaptiveDraftLength(DraftLengthPolicy):
     def _compare_with_plain(self, is_plain: bool, accepted: int, seconds: float) -> None:
         """Record what the iteration lost or saved against plain decoding."""
         if not is_plain:
-            self._comparisons.see_drafted()
-            self._lately = self._lately * self.FADE + (accepted + 1, seconds)
+            self._comparisons.observe_drafted()
+            self._recent = self._recent * self.DECAY + (accepted + 1, seconds)
         else:
-            self._comparisons.see_plain()
+            self._comparisons.observe_plain()
             self._plain_seen += 1
-            weight = max(CLOCK, 1 / (self._plain_seen + 1))
+            weight = max(TIME_WEIGHT, 1 / (self._plain_seen + 1))
             if not self._repeatable:
                 self._plain_seconds *= 1 + weight * excess(seconds, self._plain_seconds)
                 self._verify.seconds[1] = min(self._plain_seconds, float(self._verify.seconds[2]))
@@ -340,15 +343,15 @@ class AdaptiveDraftLength(DraftLengthPolicy):
     def _plain_cost(self) -> float:
         """Seconds of an iteration without a draft. Until it was timed often, no more than one with more tokens; on some
         processors a pass over one token does take longer than one over three."""
-        if self._plain_seen >= self.SURE:
+        if self._plain_seen >= self.MIN_PLAIN_SAMPLES:
             return self._plain_seconds
         return min(self._plain_seconds, float(self._verify.seconds[2]))
 
-    def _is_to_compare(self) -> bool:
-        """Whether an iteration without a draft is due, to time it: only if the gain is not clear. It is not clear by a
-        time that is longer than that of two tokens, as it was measured while other programs ran."""
-        tokens, seconds = self._lately.tolist()
-        unsure = self._plain_seen < self.SURE and self._budget.is_low(self._plain_cost())
+    def _is_comparison_due(self) -> bool:
+        """Whether an iteration without a draft is due, to time it: only if the gain is not clear. It is not clear if
+        the plain time exceeds that of two tokens, as it was then measured while other programs ran."""
+        tokens, seconds = self._recent.tolist()
+        unsure = self._plain_seen < self.MIN_PLAIN_SAMPLES and self._budget.is_low(self._plain_cost())
         is_clear = tokens * self._plain_cost() >= self.CLEAR_GAIN * seconds
         is_doubtful = self._plain_cost() > FASTER * float(self._verify.seconds[2])
         return unsure or (self._comparisons.is_due and (is_doubtful or not is_clear))
@@ -367,8 +370,9 @@ class AdaptiveDraftLength(DraftLengthPolicy):
 
     def _is_worth_it(self, drafted: int) -> bool:
         """Whether one more draft token, or several, are worth their time."""
-        seconds = self._chains[drafted + 1 :] - self._chains[drafted]
-        leaves = self._beside[drafted + 1 : len(self._chains)] - self._beside[drafted]  # whose places the tokens take
+        seconds = self._chain_seconds[drafted + 1 :] - self._chain_seconds[drafted]
+        # whose places the tokens take
+        leaves = self._chain_leaves[drafted + 1 : len(self._chain_seconds)] - self._chain_leaves[drafted]
         gains = self._acceptance.survival * self._gains[: len(seconds)] + leaves
         return bool((gains > self._rate(drafted) * seconds).any())
 
@@ -403,8 +407,8 @@ def describe_outcome(
     if not judged:
         return acceptance
     tokens = iterations + accepted + leaves
-    of_leaves = f" ({leaves / iterations:.2f} by leaves of the draft tree)" if leaves else ""
-    found = f"{acceptance}, {tokens / iterations:.2f} tokens per forward pass{of_leaves}"
+    leaf_share = f" ({leaves / iterations:.2f} by leaves of the draft tree)" if leaves else ""
+    outcome = f"{acceptance}, {tokens / iterations:.2f} tokens per forward pass{leaf_share}"
     if not seconds:  # of the first pass after a prompt, without the change of its size
-        return found
-    return f"{found}, speedup {tokens * plain_seconds / seconds:.2f}x over plain decoding"
+        return outcome
+    return f"{outcome}, speedup {tokens * plain_seconds / seconds:.2f}x over plain decoding"

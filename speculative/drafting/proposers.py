@@ -44,7 +44,7 @@ class DraftModelProposer:
         self._vocab_size = vocab_size
 
     @property
-    def continues_others(self) -> bool:
+    def continues_copies(self) -> bool:
         """Whether it drafts after draft tokens that are not its own. An EAGLE-3 head would need a forward pass for
         each, a draft with another tokenizer would encode the text again if they are rejected."""
         return not isinstance(self.model, (EagleHead, HeadSlot)) and not self.retokenizer
@@ -72,13 +72,13 @@ class DraftModelProposer:
         token = draw(q, random)
         if self.retokenizer:
             self.retokenizer.draft(token)
-        place = token if targets is None else int(targets.searchsorted(token))
+        index = token if targets is None else int(targets.searchsorted(token))
 
         def alternatives(n: int) -> list[int]:
-            places = top_tokens(logits, n, without=place)
-            return places if targets is None else targets[places].tolist()
+            indices = top_tokens(logits, n, without=index)
+            return indices if targets is None else targets[indices].tolist()
 
-        return Proposal(token, q, lambda: softmax_at(logits, place), alternatives)
+        return Proposal(token, q, lambda: softmax_at(logits, index), alternatives)
 
     def reset(self) -> None:
         if not isinstance(self.model, Slot):  # a slot belongs to one sequence

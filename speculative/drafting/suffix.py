@@ -21,9 +21,9 @@ MATCH_ACCEPTANCE = (0.36, 0.57, 0.74, *[0.85] * 12, 0.97)
 """Acceptance of a token copied after a match of 1, 2, ..., 16 or more tokens, which are all followed by this token;
 measured on SmolLM2-135M's answers to scripts/prompts/repeats.jsonl."""
 DIVIDED_ACCEPTANCE = 0.2  # the same, if the matches are followed by different tokens, whatever their length
-LEVELS = np.unique([DIVIDED_ACCEPTANCE, *MATCH_ACCEPTANCE])
+CONFIDENCES = np.unique([DIVIDED_ACCEPTANCE, *MATCH_ACCEPTANCE])
 """All confidences that a copied token can have, ascending."""
-SHORT_MATCH, MOST_MATCHES = 3, 64  # of the matches longer than this, so many are compared further: the latest
+SHORT_MATCH, MAX_MATCHES = 3, 64  # of the matches longer than this, so many are compared further: the latest
 FEW_MATCHES = 8  # so many are compared one by one, which then takes less time than numpy
 END = -1  # after each past answer: no token
 
@@ -90,15 +90,15 @@ def longest_match(text: np.ndarray, ends: np.ndarray, suffix: list[int]) -> tupl
             same &= ends >= length
         longer = ends[same]
         if not len(longer):
-            return length, text[ends[-MOST_MATCHES:] + 1].tolist()
-        ends = longer[-MOST_MATCHES:] if length >= SHORT_MATCH else longer
+            return length, text[ends[-MAX_MATCHES:] + 1].tolist()
+        ends = longer[-MAX_MATCHES:] if length >= SHORT_MATCH else longer
         length += 1
     rest, lengths = suffix[length:], []
-    for end in ends[-MOST_MATCHES:].tolist():
+    for end in ends[-MAX_MATCHES:].tolist():
         before = text[max(end + 1 - len(suffix), 0) : end + 1 - length].tolist()
         lengths.append(length + _common_prefix(before[::-1], rest))
     longest = max(lengths, default=0)
-    following = text[ends[-MOST_MATCHES:] + 1].tolist()
+    following = text[ends[-MAX_MATCHES:] + 1].tolist()
     return longest, [token for token, length in zip(following, lengths, strict=True) if length == longest]
 
 
@@ -145,34 +145,34 @@ class PastAnswers:
 
     def __init__(self, capacity: int):
         self.capacity = capacity
-        self._of: dict[bytes, Answers] = {}
+        self._by_salt: dict[bytes, Answers] = {}
         self._lengths: deque[tuple[bytes, int]] = deque()  # salt and tokens of each answer, END included; oldest first
         self._size = 0
 
     def of(self, salt: bytes) -> Answers:
         """The answers with this `salt`."""
-        return self._of.get(salt, NONE)
+        return self._by_salt.get(salt, NO_ANSWERS)
 
     def add(self, salt: bytes, answer: np.ndarray) -> None:
         """Add an answer, token ids int64 [n], of which the last `capacity` - 1 are kept. Removes the oldest answers."""
         answer = answer[max(len(answer) - self.capacity + 1, 0) :]
         if not len(answer):
             return
-        self._of.setdefault(salt, Answers()).add(answer)
+        self._by_salt.setdefault(salt, Answers()).add(answer)
         self._lengths.append((salt, len(answer) + 1))
         self._size += len(answer) + 1
         while self._size > self.capacity:
             oldest, length = self._lengths.popleft()
             self._size -= length
-            self._of[oldest].remove(length)
-            if not len(self._of[oldest].tokens):
-                del self._of[oldest]
+            self._by_salt[oldest].remove(length)
+            if not len(self._by_salt[oldest].tokens):
+                del self._by_salt[oldest]
 
     def clear(self) -> None:
         """Remove all answers."""
-        self._of.clear()
+        self._by_salt.clear()
         self._lengths.clear()
         self._size = 0
 
 
-NONE = Answers()
+NO_ANSWERS = Answers()

@@ -14,9 +14,9 @@ import numpy as np
 from speculative.sampling.proposal import Leaf, Proposal
 
 RANKS = 8  # alternatives to a draft token that may become leaves
-PLACES = 8  # draft tokens, from the first one on, beside which leaves are considered
+MAX_POSITIONS = 8  # draft tokens, from the first one on, beside which leaves are considered
 PRIOR = 8.0  # weight of the prior, in rejected tokens
-FADE = 0.98  # decay of the statistics per rejected token
+DECAY = 0.98  # decay of the statistics per rejected token
 BLOCK = 256  # logits whose maximum `top_tokens` keeps
 
 
@@ -25,7 +25,7 @@ class LeafEstimate:
 
     def __init__(self) -> None:
         self._hits = PRIOR * 0.15 * 0.7 ** np.arange(RANKS)  # by rank of the alternative
-        self._seen = PRIOR
+        self._rejected = PRIOR
         self.begin()
 
     def begin(self) -> None:
@@ -41,32 +41,32 @@ class LeafEstimate:
         """Record a draft token. To be called before its draft computes anything else."""
         self._drafted.append((proposal.token, proposal.alternatives(RANKS)))
 
-    def learn(self, tokens: list[int]) -> None:
+    def observe(self, tokens: list[int]) -> None:
         """Record the new `tokens` of the iteration."""
         for (drafted, alternatives), token in zip(self._drafted, tokens, strict=False):
             if token != drafted:
                 if alternatives:
-                    self._hits *= FADE
-                    self._seen = self._seen * FADE + 1
+                    self._hits *= DECAY
+                    self._rejected = self._rejected * DECAY + 1
                     if token in alternatives:
                         self._hits[alternatives.index(token)] += 1
                 break
 
     def probabilities(self) -> np.ndarray:
         """The probability of each rank, given that the draft token is rejected: float64 [RANKS]."""
-        return self._hits / self._seen
+        return self._hits / self._rejected
 
-    def gains(self, acceptance: float, most: int) -> np.ndarray:
+    def gains(self, acceptance: float, longest: int) -> np.ndarray:
         """The expected tokens from the best m leaves beside a chain of k draft tokens, each accepted with probability
         `acceptance` if those before it are: float64 [most + 1 (k), most + 1 (m)]."""
-        gains = np.zeros((most + 1, most + 1))
-        reached = acceptance ** np.arange(PLACES) * (1 - acceptance)
+        gains = np.zeros((longest + 1, longest + 1))
+        reached = acceptance ** np.arange(MAX_POSITIONS) * (1 - acceptance)
         each = np.outer(reached, self.probabilities())
-        for k in range(1, most + 1):
-            if k > PLACES:
-                gains[k] = gains[PLACES]
+        for k in range(1, longest + 1):
+            if k > MAX_POSITIONS:
+                gains[k] = gains[MAX_POSITIONS]
                 continue
-            best = -np.sort(-each[:k], axis=None)[:most]
+            best = -np.sort(-each[:k], axis=None)[:longest]
             gains[k, 1 : len(best) + 1] = best.cumsum()
             gains[k, len(best) + 1 :] = gains[k, len(best)]
         return gains
@@ -74,17 +74,17 @@ class LeafEstimate:
     def best(self, acceptance: list[float], count: int) -> list[Leaf]:
         """The `count` leaves that are most likely accepted, beside draft tokens that are accepted with the probability
         `acceptance` if those before them are."""
-        places = min(len(self._drafted), len(acceptance), PLACES)
-        if not places or count <= 0:
+        positions = min(len(self._drafted), len(acceptance), MAX_POSITIONS)
+        if not positions or count <= 0:
             return []
-        accepted = np.array(acceptance[:places])
+        accepted = np.array(acceptance[:positions])
         reached = np.cumprod(np.append(1.0, accepted[:-1])) * (1 - accepted)
         order = np.argsort(-np.outer(reached, self.probabilities()), axis=None, kind="stable").tolist()
         leaves: list[Leaf] = []
-        for place, rank in (divmod(i, RANKS) for i in order):
-            alternatives = self._drafted[place][1]
+        for position, rank in (divmod(i, RANKS) for i in order):
+            alternatives = self._drafted[position][1]
             if rank < len(alternatives):
-                leaves.append(Leaf(place, alternatives[rank]))
+                leaves.append(Leaf(position, alternatives[rank]))
             if len(leaves) == count:
                 break
         return leaves
@@ -98,13 +98,13 @@ def top_tokens(logits: np.ndarray, count: int, without: int) -> list[int]:
     padded[without] = -np.inf
     blocks = padded.reshape(-1, BLOCK)
     largest = blocks.max(axis=1)
-    found: list[int] = []
-    while len(found) < count:
+    tokens: list[int] = []
+    while len(tokens) < count:
         block = int(largest.argmax())
         if not largest[block] > -np.inf:
             break
-        place = int(blocks[block].argmax())
-        found.append(block * BLOCK + place)
-        blocks[block, place] = -np.inf
+        position = int(blocks[block].argmax())
+        tokens.append(block * BLOCK + position)
+        blocks[block, position] = -np.inf
         largest[block] = blocks[block].max()
-    return found
+    return tokens

@@ -19,7 +19,7 @@ from speculative.models.eagle3_head import EagleHead
 from speculative.models.paged_model import PagedModel, SequenceInput, rounded_up
 from speculative.models.pass_width import PassWidth
 
-TRIED = 24  # tokens to test whether rolled-back tokens leave traces; they fit in one block
+TRACE_TEST_TOKENS = 24  # tokens to test whether rolled-back tokens leave traces; they fit in one block
 
 
 class Slot:
@@ -35,10 +35,10 @@ class Slot:
         self.rows = np.zeros((0, 0), np.float32)  # [last, V]: set by the caller from the output of `BatchModel.logits`
         self._table = table
         self._model = model
-        self._held = np.zeros(capacity, np.int64)
+        self._tokens = np.zeros(capacity, np.int64)
         self._length = 0
         self._written = 0  # tokens ever written, rejected ones included
-        self._pure = capacity  # leading tokens without traces of a rejected one
+        self._clean_length = capacity  # leading tokens without traces of a rejected one
 
     @property
     def vocab_size(self) -> int:
@@ -48,7 +48,7 @@ class Slot:
     def block_size(self) -> int:
         return self._model.pool.block_size
 
-    def lacks_full_block(self, tokens: int) -> bool:
+    def has_uncached_full_block(self, tokens: int) -> bool:
         """Whether a block that `tokens` tokens fill, and that may be shared, is not in the cache yet."""
         return self._model.shares and self._length // self.block_size < (tokens - 1) // self.block_size
 
@@ -68,48 +68,48 @@ class Slot:
         """Free the blocks and all other memory of the sequence."""
         self._table.free_blocks()
         self.rows = np.zeros((0, 0), np.float32)
-        self._held = np.zeros(0, np.int64)
+        self._tokens = np.zeros(0, np.int64)
 
     def common_prefix(self, tokens: np.ndarray) -> int:
         """The number of leading `tokens` in the cache."""
         n = min(self._length, len(tokens))
-        differ = self._held[:n] != tokens[:n]
+        differ = self._tokens[:n] != tokens[:n]
         first = int(differ.argmax()) if n else 0
         return first if n and differ[first] else n
 
     def match_prefix(self, tokens: np.ndarray) -> int:
         """Reuse the shared blocks of other sequences for the longest prefix of `tokens` without the last token.
         Returns the number of tokens saved."""
-        held = self.common_prefix(tokens)
-        if not self._model.shares or len(tokens) - held <= self.block_size:
+        cached = self.common_prefix(tokens)
+        if not self._model.shares or len(tokens) - cached <= self.block_size:
             return 0
-        found = self._table.match_prefix(tokens[:-1])
-        if found <= held:
+        matched = self._table.match_prefix(tokens[:-1])
+        if matched <= cached:
             return 0
-        self.commit(held, tokens[held:found])
-        self._written = max(self._written, found)
-        return found - held
+        self.commit(cached, tokens[cached:matched])
+        self._written = max(self._written, matched)
+        return matched - cached
 
     def cache_full_blocks(self, tokens: np.ndarray) -> None:
         """Share the cached blocks of `tokens`, which must be verified tokens, with other sequences."""
         if self._model.shares:
-            certain = min(self._length, self._pure, len(tokens) - 1)
-            if certain >= self._table.shared + self.block_size:
-                self._table.cache_full_blocks(tokens[: min(certain, self.common_prefix(tokens))])
+            final = min(self._length, self._clean_length, len(tokens) - 1)
+            if final >= self._table.shared + self.block_size:
+                self._table.cache_full_blocks(tokens[: min(final, self.common_prefix(tokens))])
 
     def start_write(self, start: int, end: int) -> None:
         """Prepare for a forward pass over the tokens from `start` to `end`; if it fails, they count as not cached."""
         if start < self._table.shared:
             raise ValueError(f"{self._table.shared} tokens are shared with other sequences and must not be overwritten")
-        if start < self._written and self._model.leaves_traces:
-            self._pure = min(self._pure, start - start % self.block_size)
+        if start < self._written and self._model.rollback_leaves_traces:
+            self._clean_length = min(self._clean_length, start - start % self.block_size)
         self._length = start
         self._written = max(self._written, end)
 
     def commit(self, start: int, tokens: np.ndarray) -> None:
         """Record that the cache holds `tokens` from `start` on, and nothing after them."""
         self._length = start + len(tokens)
-        self._held[start : self._length] = tokens
+        self._tokens[start : self._length] = tokens
 
 
 class ScheduledTokens(NamedTuple):
@@ -132,7 +132,7 @@ class ScheduledTokens(NamedTuple):
     @property
     def has_full_block(self) -> bool:
         """Whether the tokens to compute fill a block that others may share."""
-        return self.slot.lacks_full_block(len(self.tokens))
+        return self.slot.has_uncached_full_block(len(self.tokens))
 
     def can_wait_for(self, other: "ScheduledTokens") -> bool:
         """Whether `other` computes its next full block, which it can share then."""
@@ -164,7 +164,7 @@ class BatchModel:
         self.cache_bytes = model.backend.cache_bytes
         self.pool = BlockPool(model.backend.blocks, model.backend.block_size)
         self.shares = share
-        self.leaves_traces = share and _leaves_traces(model)
+        self.rollback_leaves_traces = share and _rollback_leaves_traces(model)
         self._backend = model.backend
         self._hidden_states: np.ndarray | None = None  # float32 [entries of all blocks, size], None if not returned
         if model.backend.hidden_states is not None:
@@ -189,7 +189,7 @@ class BatchModel:
             slot.start_write(start, len(tokens))
             runs.append(SequenceInput(slot.blocks(len(tokens)), start, tokens[start:], last))
         width = rounded_up(sum(len(run.tokens) for run in runs))
-        logits = self._backend.run_together(runs, width=self.pass_width.of(width) if self.pass_width else width)
+        logits = self._backend.run_together(runs, width=self.pass_width.width_for(width) if self.pass_width else width)
         end = 0
         for part, run in zip(parts, runs, strict=True):
             part.slot.commit(run.start, run.tokens)
@@ -211,10 +211,10 @@ class BatchModel:
         return slot.blocks(end)[positions // size].astype(np.int64) * size + positions % size
 
 
-def _leaves_traces(model: CachedModel | EagleHead) -> bool:
+def _rollback_leaves_traces(model: CachedModel | EagleHead) -> bool:
     """Whether a rolled-back token changes what is computed after it. It does in 8-bit or 4-bit caches whose keys share
     scales within a block: the largest key ever written there determines the scale."""
-    ids = (np.arange(TRIED, dtype=np.int64) * 7919 + 1) % model.vocab_size
+    ids = (np.arange(TRACE_TEST_TOKENS, dtype=np.int64) * 7919 + 1) % model.vocab_size
     run, text, rest, other = model.backend.run, *np.split(ids, 3)
     run(0, text, 1)
     expected = run(len(text), rest, len(rest)).copy()

@@ -21,7 +21,7 @@ class OutOfBlocks(RuntimeError):
 
 @dataclass(eq=False)
 class SharedBlock:
-    """A full, immutable block: `tokens` (their bytes) after those of the block `before`."""
+    """A full, immutable block: `tokens` (their bytes) after those of the block `parent`."""
 
     block: int
     parent: "SharedBlock | bytes"  # for the first block: the salt of its sequence
@@ -38,7 +38,7 @@ class BlockPool:
         self._empty = list(range(blocks - 1, -1, -1))  # the lowest is taken first
         self._shared: dict[tuple[SharedBlock | bytes, bytes], SharedBlock] = {}  # by the block before and the tokens
         self._unused: dict[SharedBlock, None] = {}  # unused shared blocks, least recently used first
-        self._untaken = 0  # reserved and not taken yet
+        self._reserved = 0  # blocks reserved but not allocated yet
         self._lock = threading.Lock()
 
     @property
@@ -49,7 +49,7 @@ class BlockPool:
     @property
     def reserved(self) -> int:
         """Blocks that sequences use or have reserved; a shared block counts once."""
-        return self.blocks - self.free + self._untaken
+        return self.blocks - self.free + self._reserved
 
     def needed(self, tokens: int) -> int:
         """Number of blocks for a sequence of `tokens` tokens."""
@@ -69,10 +69,10 @@ class BlockPool:
                     f"tokens, but only {self.blocks - self.reserved} of {self.blocks} are available: wait for other "
                     "requests to end, request fewer tokens, or load the models with a larger cache"
                 )
-            self._untaken += self.needed(tokens)
+            self._reserved += self.needed(tokens)
         return BlockTable(self, self.needed(tokens), salt)
 
-    def _take(self) -> int:
+    def _allocate(self) -> int:
         """Take an empty block, or evict the least recently used shared one."""
         if self._empty:
             return self._empty.pop()
@@ -89,12 +89,12 @@ class BlockPool:
 class BlockTable:
     """The blocks of one sequence, in token order: first shared ones, then its own."""
 
-    def __init__(self, pool: BlockPool, most: int, salt: bytes = b""):
+    def __init__(self, pool: BlockPool, max_blocks: int, salt: bytes = b""):
         self._pool = pool
-        self._most = most
+        self._max_blocks = max_blocks
         self.salt = salt
-        self._blocks = np.zeros(most, np.int32)
-        self._taken = 0
+        self._blocks = np.zeros(max_blocks, np.int32)
+        self._allocated = 0
         self._shared: list[SharedBlock] = []
 
     @property
@@ -105,20 +105,20 @@ class BlockTable:
     def blocks(self, tokens: int) -> np.ndarray:
         """Block numbers int32 for `tokens` tokens; takes new blocks as needed."""
         n = self._pool.needed(tokens)
-        if n > self._most:
-            raise OutOfBlocks(f"a sequence that reserved {self._most} cache blocks requested {n}")
+        if n > self._max_blocks:
+            raise OutOfBlocks(f"a sequence that reserved {self._max_blocks} cache blocks requested {n}")
         with self._pool._lock:
-            while self._taken < n:
-                self._append(self._pool._take())
+            while self._allocated < n:
+                self._append_block(self._pool._allocate())
         return self._blocks[:n]
 
     def cache_full_blocks(self, tokens: np.ndarray) -> None:
         """Share the blocks that `tokens` (int64 [n]) fill; their content must be final."""
         with self._pool._lock:
             while self.shared + self._pool.block_size <= len(tokens):
-                key = self._next(tokens)
+                key = self._next_key(tokens)
                 own = SharedBlock(int(self._blocks[len(self._shared)]), *key)
-                self._have(self._pool._shared.setdefault(key, own))
+                self._append_shared(self._pool._shared.setdefault(key, own))
 
     def match_prefix(self, tokens: np.ndarray) -> int:
         """Use the shared blocks that match a prefix of `tokens` (int64 [n]) instead of this sequence's own blocks.
@@ -127,10 +127,10 @@ class BlockTable:
         """
         with self._pool._lock:
             while self.shared + self._pool.block_size <= len(tokens):
-                same = self._pool._shared.get(self._next(tokens))
-                if same is None:
+                match = self._pool._shared.get(self._next_key(tokens))
+                if match is None:
                     break
-                self._have(same)
+                self._append_shared(match)
         return self.shared
 
     def free_blocks(self) -> None:
@@ -138,29 +138,29 @@ class BlockTable:
         with self._pool._lock:
             for shared in reversed(self._shared):  # so that a block is evicted before the one it follows
                 self._pool._release(shared)
-            self._pool._empty += self._blocks[len(self._shared) : self._taken].tolist()
-            self._pool._untaken -= self._most - self._taken
-            self._taken = self._most = 0
+            self._pool._empty += self._blocks[len(self._shared) : self._allocated].tolist()
+            self._pool._reserved -= self._max_blocks - self._allocated
+            self._allocated = self._max_blocks = 0
             self._shared = []
 
-    def _next(self, tokens: np.ndarray) -> tuple[SharedBlock | bytes, bytes]:
+    def _next_key(self, tokens: np.ndarray) -> tuple[SharedBlock | bytes, bytes]:
         """The lookup key of the next block to share."""
-        before = self._shared[-1] if self._shared else self.salt
-        return before, tokens[self.shared : self.shared + self._pool.block_size].tobytes()
+        parent = self._shared[-1] if self._shared else self.salt
+        return parent, tokens[self.shared : self.shared + self._pool.block_size].tobytes()
 
-    def _have(self, shared: SharedBlock) -> None:
+    def _append_shared(self, shared: SharedBlock) -> None:
         """Append a shared block to the shared ones, in place of the sequence's own block if it has one there."""
-        place = len(self._shared)
-        if place == self._taken:
-            self._append(shared.block)
-        elif self._blocks[place] != shared.block:
-            self._pool._empty.append(int(self._blocks[place]))
-            self._blocks[place] = shared.block
+        index = len(self._shared)
+        if index == self._allocated:
+            self._append_block(shared.block)
+        elif self._blocks[index] != shared.block:
+            self._pool._empty.append(int(self._blocks[index]))
+            self._blocks[index] = shared.block
         self._pool._unused.pop(shared, None)
         shared.ref_count += 1
         self._shared.append(shared)
 
-    def _append(self, block: int) -> None:
-        self._blocks[self._taken] = block
-        self._taken += 1
-        self._pool._untaken -= 1
+    def _append_block(self, block: int) -> None:
+        self._blocks[self._allocated] = block
+        self._allocated += 1
+        self._pool._reserved -= 1

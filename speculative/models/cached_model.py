@@ -27,10 +27,10 @@ from speculative.models.stateful_model import StatefulModel
 
 CAPACITY = 16_384  # default longest sequence, in tokens: bounds the memory for the cache
 WRONG_WHEN_PAGED = ("mpt",)  # logits off by 3.6, in GenAI's pipeline too (2026.4.1)
-STEP = 6  # tokens in a forward pass of the rollback check
-EXACT = 1e-3  # total variation below which a rollback counts as exact, whatever the noise
-BEYOND_NOISE = 1.6  # times the noise: correct caches reach 1.2, caches wrong by one token start at 2.2 (SmolLM2-135M)
-NATURAL = 0.25  # total variation that rounding alone never causes; 0.03 is typical
+CHECK_STEP = 6  # tokens in a forward pass of the rollback check
+EXACT_DIFFERENCE = 1e-3  # total variation below which a rollback counts as exact, whatever the noise
+NOISE_FACTOR = 1.6  # times the noise: correct caches reach 1.2, caches wrong by one token start at 2.2 (SmolLM2-135M)
+MAX_NOISE = 0.25  # total variation that rounding alone never causes; 0.03 is typical
 CHECK_TEXT = "The library lends about four thousand books a month. Children may take three of them at a time, others 10"
 _check_texts: dict[bytes, np.ndarray | None] = {}  # by tokenizer
 
@@ -54,7 +54,7 @@ class Backend(Protocol):
     capacity: int  # longest sequence, in tokens
     chunk: int  # prompt tokens per run
     cache_bytes: int
-    takes_leaves: bool  # whether `run` accepts the parents of leaves, see `PagedModel.run`
+    supports_leaves: bool  # whether `run` accepts the parents of leaves, see `PagedModel.run`
 
     @property
     def hidden_states(self) -> np.ndarray | None:
@@ -78,7 +78,7 @@ class CachedModel:
         self.backend = backend
         self.capacity = backend.capacity
         self.pass_width: PassWidth | None = None  # if set, pads the passes that give logits after each token
-        self._held = np.zeros(self.capacity, np.int64)  # the tokens in the cache
+        self._tokens = np.zeros(self.capacity, np.int64)  # the tokens in the cache
         self._length = 0  # of these
         self._computed = 0  # of these, the leading ones whose entries are in place; all but an accepted leaf
         self._leaf_states = np.zeros((0, 0), np.float32)  # hidden states of the last run's leaves
@@ -91,9 +91,9 @@ class CachedModel:
             self._check_rollback(text)
 
     @property
-    def takes_leaves(self) -> bool:
+    def supports_leaves(self) -> bool:
         """Whether `logits` accepts leaves."""
-        return self.backend.takes_leaves
+        return self.backend.supports_leaves
 
     def logits(self, tokens: np.ndarray, last: int = 1, leaves: Sequence[tuple[int, int]] = ()) -> np.ndarray:
         """Logits float32 [last, V] after each of the last `last` tokens of `tokens` (int64 [n], the whole sequence).
@@ -107,31 +107,31 @@ class CachedModel:
             raise ValueError(
                 f"the text has {n} tokens, but the cache only fits {self.capacity}: shorten it or raise the capacity"
             )
-        again = self._length - self._computed  # an accepted leaf
+        recomputed = self._length - self._computed  # an accepted leaf
         start = min(self.common_prefix(tokens), self._computed, n - last)
         self._length = self._computed = start  # if a run fails, nothing after `start` counts as cached
         try:
             while n - start > self.backend.chunk + last:
                 self._run(start, tokens[start : start + self.backend.chunk], 1)
                 start += self.backend.chunk
-            return self._run(start, tokens[start:], last, leaves, again)
+            return self._run(start, tokens[start:], last, leaves, recomputed)
         except BaseException:  # Ctrl-C, for one: the state has grown by a pass that is over; blocks are written again
             if not isinstance(self.backend, PagedModel):
                 self._length = self._computed = 0
             raise
 
-    def accept_leaf(self, place: int, token: int, leaf: int) -> None:
-        """Continue with leaf number `leaf` of the last call, the `token` at `place`. The next call computes its cache
-        entry again, but its hidden state is known."""
+    def accept_leaf(self, position: int, token: int, leaf: int) -> None:
+        """Continue with leaf number `leaf` of the last call, the `token` at `position`. The next call computes its
+        cache entry again, but its hidden state is known."""
         if self.hidden_states is not None:
-            self.hidden_states[place] = self._leaf_states[leaf]
-        self._held[place] = token
-        self._length, self._computed = place + 1, place
+            self.hidden_states[position] = self._leaf_states[leaf]
+        self._tokens[position] = token
+        self._length, self._computed = position + 1, position
 
     def common_prefix(self, tokens: np.ndarray) -> int:
         """The number of leading `tokens` in the cache."""
         n = min(self._length, len(tokens))
-        differ = self._held[:n] != tokens[:n]
+        differ = self._tokens[:n] != tokens[:n]
         first = int(differ.argmax()) if n else 0
         return first if n and differ[first] else n
 
@@ -147,21 +147,21 @@ class CachedModel:
         self.backend.clear()
 
     def _run(
-        self, start: int, tokens: np.ndarray, last: int, leaves: Sequence[tuple[int, int]] = (), again: int = 0
+        self, start: int, tokens: np.ndarray, last: int, leaves: Sequence[tuple[int, int]] = (), recomputed: int = 0
     ) -> np.ndarray:
         n, extra = len(tokens), len(leaves)
-        padding = self._padding(start, n + extra, n == last + again)
+        padding = self._padding(start, n + extra, n == last + recomputed)
         if not leaves:
             padded = np.append(tokens, np.full(padding, tokens[-1])) if padding else tokens
             logits = self.backend.run(start, padded, last + padding)[:last]
         else:
-            more = [*leaves, *([leaves[-1]] * padding)]
-            parents = [place - start - 1 for place, _ in more]
-            padded = np.append(tokens, [token for _, token in more])
+            padded_leaves = [*leaves, *([leaves[-1]] * padding)]
+            parents = [position - start - 1 for position, _ in padded_leaves]
+            padded = np.append(tokens, [token for _, token in padded_leaves])
             assert isinstance(self.backend, PagedModel)
-            logits = self.backend.run(start, padded, last + len(more), None, parents)[: last + extra]
+            logits = self.backend.run(start, padded, last + len(padded_leaves), None, parents)[: last + extra]
         self._length = self._computed = start + n
-        self._held[start : self._length] = tokens
+        self._tokens[start : self._length] = tokens
         if self.hidden_states is not None:
             states = self.backend.hidden_states
             assert states is not None
@@ -176,7 +176,7 @@ class CachedModel:
         if not verifies:
             self.pass_width.reset()
             return 0
-        width = self.pass_width.of(n)
+        width = self.pass_width.width_for(n)
         return width - n if start + width <= self.capacity else 0
 
     def _check_rollback(self, text: np.ndarray | None) -> None:
@@ -186,7 +186,7 @@ class CachedModel:
         scale, with their order. So fresh computations in differently sized chunks give the model's own noise. Medians
         are compared, because a single different expert choice in a mixture of experts changes a whole row.
         """
-        step = max(1, min(STEP, (self.capacity - 1) // 3))
+        step = max(1, min(CHECK_STEP, (self.capacity - 1) // 3))
         if text is None:
             text = (np.arange(4 * step, dtype=np.int64) * 7919 + 1) % self.vocab_size
         other = text[3 * step : 4 * step]
@@ -196,19 +196,19 @@ class CachedModel:
             self.reset()
             if start > step:
                 self.logits(text[: start - step])
-            otherwise = _probabilities(self.logits(piece, last=step))
+            other_chunks = _probabilities(self.logits(piece, last=step))
             self.logits(np.concatenate([text[:start], other]))
             self.logits(np.concatenate([text[:start], other, text[:1]]))  # one more token, as in decoding
-            again = _probabilities(self.logits(piece, last=step))
+            recomputed = _probabilities(self.logits(piece, last=step))
             self.reset()
             self.logits(text[:start])
             fresh = _probabilities(self.logits(piece, last=step))
-            rolled_back.append(_total_variation(again, fresh))
-            noise.append(_total_variation(otherwise, fresh))
+            rolled_back.append(_total_variation(recomputed, fresh))
+            noise.append(_total_variation(other_chunks, fresh))
         self.reset()
-        difference, natural = (float(np.median(np.concatenate(rows))) for rows in (rolled_back, noise))
-        if not (difference < max(EXACT, BEYOND_NOISE * natural) and natural < NATURAL):
-            raise CannotRollBack(self.backend.kind, difference, natural)
+        difference, usual_noise = (float(np.median(np.concatenate(rows))) for rows in (rolled_back, noise))
+        if not (difference < max(EXACT_DIFFERENCE, NOISE_FACTOR * usual_noise) and usual_noise < MAX_NOISE):
+            raise CannotRollBack(self.backend.kind, difference, usual_noise)
 
 
 def _probabilities(logits: np.ndarray) -> np.ndarray:
@@ -335,8 +335,9 @@ def _check_text(folder: Path) -> np.ndarray | None:
         return None
     key = hashlib.sha256(b"".join(file.read_bytes() for file in files if file.exists())).digest()
     if key not in _check_texts:
-        ids = openvino_genai.Tokenizer(str(folder)).encode(CHECK_TEXT).input_ids.data[0][: 4 * STEP].astype(np.int64)
-        _check_texts[key] = ids if len(ids) == 4 * STEP and len(set(ids)) > 2 * STEP else None
+        ids = openvino_genai.Tokenizer(str(folder)).encode(CHECK_TEXT).input_ids.data[0]
+        ids = ids[: 4 * CHECK_STEP].astype(np.int64)
+        _check_texts[key] = ids if len(ids) == 4 * CHECK_STEP and len(set(ids)) > 2 * CHECK_STEP else None
     return _check_texts[key]
 
 

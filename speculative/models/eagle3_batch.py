@@ -20,13 +20,13 @@ class HeadSlot(Slot):
         self.main = main
         self.entries = Entries(capacity)
 
-    def known(self, tokens: np.ndarray) -> int:
+    def num_known(self, tokens: np.ndarray) -> int:
         """The number of entries for `tokens` whose hidden state the main model has."""
         return min(self.main.common_prefix(tokens), len(tokens) - 1)
 
     def common_prefix(self, tokens: np.ndarray) -> int:
         """`tokens` less those to compute."""
-        spans = self.entries.missing(tokens, self.known(tokens))
+        spans = self.entries.missing(tokens, self.num_known(tokens))
         return len(tokens) - sum(end - start for start, end in spans)
 
 
@@ -48,23 +48,23 @@ class BatchHead(BatchModel):
     def logits(self, parts: Sequence[ScheduledTokens]) -> list[np.ndarray]:
         """Logits float32 [1, draft vocabulary] after the tokens of each part, of the `targets`."""
         slots, texts = [cast(HeadSlot, part.slot) for part in parts], [part.tokens for part in parts]
-        known = [slot.known(tokens) for slot, tokens in zip(slots, texts, strict=True)]
+        num_known = [slot.num_known(tokens) for slot, tokens in zip(slots, texts, strict=True)]
         logits = [np.zeros((1, len(self.targets)), np.float32) for _ in parts]
-        todo = {i: slot.entries.missing(texts[i], known[i]) for i, slot in enumerate(slots)}
-        while todo := {i: spans for i, spans in todo.items() if spans}:  # once, unless an iteration has failed
-            spans = {i: rest.pop(0) for i, rest in todo.items()}
+        missing = {i: slot.entries.missing(texts[i], num_known[i]) for i, slot in enumerate(slots)}
+        while missing := {i: spans for i, spans in missing.items() if spans}:  # once, unless an iteration has failed
+            spans = {i: rest.pop(0) for i, rest in missing.items()}
             runs, states = [], []
             for i, (start, end) in spans.items():
                 slots[i].entries.cut(start)
                 runs.append(SequenceInput(slots[i].blocks(end), start, texts[i][start + 1 : end + 1], 1))
-                own = slots[i].entries.hidden
-                states.append(self._main.hidden_states(slots[i].main, start, end) if end <= known[i] else own)
+                by_head = slots[i].entries.hidden
+                states.append(self._main.hidden_states(slots[i].main, start, end) if end <= num_known[i] else by_head)
             rows = self._backend.run_together(runs, np.concatenate(states))
             own_states = self._backend.hidden_states
             assert own_states is not None
             last = -1
             for row, (i, (start, end)) in zip(rows, spans.items(), strict=True):
                 last += end - start
-                slots[i].entries.commit(texts[i], start, end, own_states[last : last + 1], verified=end <= known[i])
+                slots[i].entries.commit(texts[i], start, end, own_states[last : last + 1], verified=end <= num_known[i])
                 logits[i][0] = row[self._order]
         return logits

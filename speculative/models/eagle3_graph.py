@@ -67,10 +67,10 @@ class HeadGraph:
         fc = self._fc(source)
         embedding, own_embedding = find_embedding(main), find_embedding(self.model)
         sizes = [last_dimension(tap) for tap in taps]
-        wanted, vocabulary = last_dimension(fc.input_value(1).get_node()), main.output("logits").partial_shape[-1]
-        if sum(sizes) != wanted:
+        fc_size, vocabulary = last_dimension(fc.input_value(1).get_node()), main.output("logits").partial_shape[-1]
+        if sum(sizes) != fc_size:
             raise ValueError(
-                f"{self.folder} reads hidden states of size {wanted // 3} from each layer, but the main model's have "
+                f"{self.folder} reads hidden states of size {fc_size // 3} from each layer, but the main model's have "
                 f"size {sizes[0]}: it is the head of another model"
             )
         if embedding.output(0).partial_shape[-1] != own_embedding.output(0).partial_shape[-1]:

@@ -17,7 +17,7 @@ from speculative.models.eagle3_graph import HeadGraph
 from speculative.models.paged_model import PagedModel
 from speculative.models.spec import ModelSpec
 
-PADDED = 4  # entries to which a forward pass over fewer is padded: OpenVINO prepares passes of another size again
+MIN_PASS = 4  # entries to which a forward pass over fewer is padded: OpenVINO prepares passes of another size again
 NEEDS_PAGED = "an EAGLE-3 draft and its main model need paged attention: run both on a CPU or GPU"
 
 
@@ -30,16 +30,16 @@ class Entries:
         self._length = 0  # entries in the cache
         self._verified = 0  # of these, the leading ones that come from the main model's hidden states
 
-    def missing(self, tokens: np.ndarray, known: int) -> list[tuple[int, int]]:
+    def missing(self, tokens: np.ndarray, num_known: int) -> list[tuple[int, int]]:
         """Ranges (start, end) of the entries to compute, in order, for the logits after `tokens`: at most one
-        range from the main model's hidden states, of which `known` (1 or more) exist, then one entry at a time."""
+        range from the main model's hidden states, of which `num_known` (1 or more) exist, then one entry at a time."""
         n = len(tokens) - 1  # entries needed
-        same = self._common_prefix(tokens)
-        start, own = min(same, self._verified), n - 1
-        if start < known or not same == self._length == n - 1:
-            start, own = min(start, known - 1), known
-        verified = [(start, known)] if own == known and start < known else []
-        return [*verified, *((entry, entry + 1) for entry in range(own, n))]
+        matching = self._common_prefix(tokens)
+        start, first_own = min(matching, self._verified), n - 1
+        if start < num_known or not matching == self._length == n - 1:
+            start, first_own = min(start, num_known - 1), num_known
+        verified = [(start, num_known)] if first_own == num_known and start < num_known else []
+        return [*verified, *((entry, entry + 1) for entry in range(first_own, n))]
 
     def cut(self, start: int) -> None:
         """Count nothing from entry `start` on as cached."""
@@ -82,8 +82,8 @@ class EagleHead:
         self._main = main
         self._states = main.hidden_states
         self._logits = np.zeros((1, len(targets)), np.float32)
-        self._padded_tokens = np.zeros(PADDED, np.int64)
-        self._padded_states = np.zeros((PADDED, self._states.shape[1]), np.float32)
+        self._padded_tokens = np.zeros(MIN_PASS, np.int64)
+        self._padded_states = np.zeros((MIN_PASS, self._states.shape[1]), np.float32)
         self._entries = Entries(self.capacity)
 
     def logits(self, tokens: np.ndarray) -> np.ndarray:
@@ -93,15 +93,15 @@ class EagleHead:
         The array is a view that the next call overwrites. Raises ValueError if `tokens` is longer than `capacity`, or
         the main model has not computed their first token.
         """
-        known = min(self._main.common_prefix(tokens), len(tokens) - 1)
-        if len(tokens) > self.capacity or not known:
+        num_known = min(self._main.common_prefix(tokens), len(tokens) - 1)
+        if len(tokens) > self.capacity or not num_known:
             raise ValueError(
                 f"an EAGLE-3 draft cannot continue {len(tokens)} tokens: its cache fits {self.capacity}, and the main "
-                f"model has computed {known}"
+                f"model has computed {num_known}"
             )
-        for start, end in self._entries.missing(tokens, known):
+        for start, end in self._entries.missing(tokens, num_known):
             for begin in range(start, end, self.backend.chunk):
-                self._run(tokens, begin, min(begin + self.backend.chunk, end), known)
+                self._run(tokens, begin, min(begin + self.backend.chunk, end), num_known)
         return self._logits
 
     def reset(self) -> None:
@@ -114,20 +114,20 @@ class EagleHead:
         self.backend.clear()
         self._padded_tokens[:], self._padded_states[:] = 0, 0
 
-    def _run(self, tokens: np.ndarray, start: int, end: int, known: int) -> None:
+    def _run(self, tokens: np.ndarray, start: int, end: int, num_known: int) -> None:
         """Compute the entries from `start` to `end`, dropping everything from `start` on."""
         self._entries.cut(start)
-        states = self._states[start:end] if end <= known else self._entries.hidden
+        states = self._states[start:end] if end <= num_known else self._entries.hidden
         inputs, n = tokens[start + 1 : end + 1], end - start
-        padding = PADDED - n if n < PADDED <= self.capacity - start else 0
+        padding = MIN_PASS - n if n < MIN_PASS <= self.capacity - start else 0
         if padding:  # later passes overwrite it
             self._padded_tokens[:n], self._padded_states[:n] = inputs, states
             inputs, states = self._padded_tokens, self._padded_states
         logits = self.backend.run(start, inputs, 1, states, padding=padding)
         self._logits[0] = logits[0, self.order]
-        own = self.backend.hidden_states
-        assert own is not None
-        self._entries.commit(tokens, start, end, own[n - 1 : n], verified=end <= known)
+        own_states = self.backend.hidden_states
+        assert own_states is not None
+        self._entries.commit(tokens, start, end, own_states[n - 1 : n], verified=end <= num_known)
 
 
 def has_paged_attention(device: str) -> bool:

@@ -18,7 +18,7 @@ SUFFIX = ".gguf"
 VERSIONS = (2, 3)
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
-SHAPES_UP_TO = 4  # dimensions of a tensor
+MAX_DIMENSIONS = 4  # dimensions of a tensor
 UNUSED = 5  # token type of the ids without a token, which llama.cpp's converter names [PAD49152]
 
 
@@ -115,16 +115,16 @@ class _Cursor:
     def __init__(self, path: Path, content: mmap.mmap):
         self.path = path
         self.content = content
-        self.at = 0
+        self.position = 0
 
     def take(self, count: int) -> bytes:
-        if self.at + count > len(self.content):
+        if self.position + count > len(self.content):
             raise BrokenFile(
                 f"{self.path} is truncated or corrupt: it ends at {len(self.content):,} bytes, in the middle of its "
                 "metadata; copy or download it again"
             )
-        self.at += count
-        return self.content[self.at - count : self.at]
+        self.position += count
+        return self.content[self.position - count : self.position]
 
     def number(self, code: str) -> Any:
         return struct.unpack(f"<{code}", self.take(struct.calcsize(code)))[0]
@@ -164,18 +164,18 @@ def _read(path: Path, cursor: _Cursor) -> GgufFile:
     tensors, end = {}, 0
     for _ in range(tensor_count):
         name, dimensions = cursor.text(), cursor.number("I")
-        if dimensions > SHAPES_UP_TO:
+        if dimensions > MAX_DIMENSIONS:
             raise BrokenFile(
                 f"{path} is corrupt: its tensor {name[:80]!r} has {dimensions} dimensions; download it again"
             )
         shape = tuple(cursor.number("Q") for _ in range(dimensions))[::-1]
         kind, offset = cursor.number("I"), cursor.number("Q")
-        known = TYPES.get(kind)
-        tensors[name] = Tensor(shape, known.name if known else f"type {kind}")
-        if known:
-            end = max(end, offset + math.prod(shape) // known.block * known.size)
+        tensor_type = TYPES.get(kind)
+        tensors[name] = Tensor(shape, tensor_type.name if tensor_type else f"type {kind}")
+        if tensor_type:
+            end = max(end, offset + math.prod(shape) // tensor_type.block * tensor_type.size)
     alignment = metadata.get("general.alignment", 32)
-    needed = -(-cursor.at // alignment) * alignment + end
+    needed = -(-cursor.position // alignment) * alignment + end
     if needed > len(cursor.content):
         raise BrokenFile(
             f"{path} is truncated ({len(cursor.content):,} of {needed:,} bytes); copy or download it again"

@@ -66,13 +66,13 @@ def _mostly_used(begin: int, end: int) -> list[int]:
 
 def _without(ranges: Ranges, others: Ranges) -> Ranges:
     """`ranges` without the parts that `others` cover."""
-    left = []
+    remaining = []
     for begin, end in ranges:
         for other_begin, other_end in others:
             if other_begin < end and begin < other_end:
                 if begin < other_begin:
-                    left.append((begin, other_begin))
+                    remaining.append((begin, other_begin))
                 begin = other_end
         if begin < end:
-            left.append((begin, end))
-    return left
+            remaining.append((begin, end))
+    return remaining

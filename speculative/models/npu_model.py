@@ -12,18 +12,19 @@ from itertools import pairwise
 import numpy as np
 import openvino as ov
 
-PROMPT = 1024  # GenAI's defaults for MAX_PROMPT_LEN and MIN_RESPONSE_LEN
-RESPONSE = 128
+DEFAULT_PROMPT = 1024  # GenAI's defaults for MAX_PROMPT_LEN and MIN_RESPONSE_LEN
+DEFAULT_RESPONSE = 128
 STEP = 8  # tokens in one forward pass after the prompt, unless NPUW_LLM_MAX_GENERATION_TOKEN_LEN overrides it
-FEWER_STEPS = 8  # a run of more steps is recomputed as a prompt, if it fits
-RENAMED = ("PREFILL_CONFIG", "PREFILL_HINT", "GENERATE_CONFIG", "GENERATE_HINT", "SHARED_HEAD_CONFIG")  # GenAI's names
+MAX_STEPS = 8  # a run of more steps is recomputed as a prompt, if it fits
+# properties whose names in GenAI lack the prefix NPUW_LLM_
+GENAI_NAMES = ("PREFILL_CONFIG", "PREFILL_HINT", "GENERATE_CONFIG", "GENERATE_HINT", "SHARED_HEAD_CONFIG")
 
 
 class NpuModel:
     """`run(start, tokens, last)` over the two networks."""
 
     kind = "NPU"
-    takes_leaves = False
+    supports_leaves = False
     hidden_states = None
 
     def __init__(
@@ -42,9 +43,9 @@ class NpuModel:
         sliding `window` (0 without one): NPUW may keep only the window's entries, which cannot be rolled back.
         """
         properties = dict(properties)
-        capacity = min(capacity or PROMPT + RESPONSE, context)
-        self._prompt = int(properties.pop("MAX_PROMPT_LEN", min(capacity, PROMPT)))
-        response = int(properties.pop("MIN_RESPONSE_LEN", max(capacity - self._prompt, RESPONSE)))
+        capacity = min(capacity or DEFAULT_PROMPT + DEFAULT_RESPONSE, context)
+        self._prompt = int(properties.pop("MAX_PROMPT_LEN", min(capacity, DEFAULT_PROMPT)))
+        response = int(properties.pop("MIN_RESPONSE_LEN", max(capacity - self._prompt, DEFAULT_RESPONSE)))
         self.capacity = min(self._prompt + response, context)
         self.chunk = self.capacity  # `run` splits into its own chunks
         if 0 < window < self.capacity:
@@ -62,7 +63,7 @@ class NpuModel:
         )
         self.cache_bytes = (self._prompt + self.capacity) * per_token  # each of the two networks has one
         self._text = np.zeros(self.capacity, np.int64)  # the tokens in the cache
-        self._just_read = 0  # length of a prompt without a step yet: the next step must start at its end
+        self._new_prompt_length = 0  # length of a prompt without a step yet: the next step must start at its end
         self._inputs: dict[str, ov.Tensor] = {}  # the request does not keep their arrays alive
 
     def clear(self) -> None:
@@ -75,15 +76,16 @@ class NpuModel:
         """
         end = start + len(tokens)
         self._text[start:end] = tokens
-        read = min(end - max(last - self._step, 0), self._prompt)  # a prompt's logits cover at most one step's tokens
-        restarts = start == 0 or (end - start > FEWER_STEPS * self._step and read > start)
-        if restarts or start < self._just_read:
-            cuts = [0, *range(read, end, self._step), end]
+        # a prompt's logits cover at most one step's tokens
+        prompt_end = min(end - max(last - self._step, 0), self._prompt)
+        restarts = start == 0 or (end - start > MAX_STEPS * self._step and prompt_end > start)
+        if restarts or start < self._new_prompt_length:
+            boundaries = [0, *range(prompt_end, end, self._step), end]
         else:
-            cuts = [*range(start, end, self._step), end]
-        if len(cuts) == 2:
-            return self._infer(*cuts)[-last:]
-        rows = [self._infer(*ends).copy() for ends in pairwise(cuts)]
+            boundaries = [*range(start, end, self._step), end]
+        if len(boundaries) == 2:
+            return self._infer(*boundaries)[-last:]
+        rows = [self._infer(*ends).copy() for ends in pairwise(boundaries)]
         return np.concatenate(rows)[-last:]
 
     def _infer(self, start: int, end: int) -> np.ndarray:
@@ -101,7 +103,7 @@ class NpuModel:
         self._set("position_ids", np.arange(start, end)[None])
         self._request.start_async()
         self._request.wait()
-        self._just_read = end if is_prompt else 0
+        self._new_prompt_length = end if is_prompt else 0
         logits = self._request.get_tensor("logits").data[0]
         return logits[-min(n, self._step, len(logits)) :]
 
@@ -113,7 +115,7 @@ class NpuModel:
 def _npuw_settings(properties: dict, prompt: int, response: int, step: int) -> dict:
     """The properties with which NPUW builds both networks; `prompt`, `response` and `step` are in tokens."""
     return {
-        **{f"NPUW_LLM_{name}" if name in RENAMED else name: value for name, value in properties.items()},
+        **{f"NPUW_LLM_{name}" if name in GENAI_NAMES else name: value for name, value in properties.items()},
         "NPU_USE_NPUW": "YES",
         "NPUW_LLM": "YES",
         "NPUW_LLM_BATCH_DIM": 0,

@@ -41,7 +41,7 @@ class PagedModel:
         self.capacity = capacity
         on_cpu = device.startswith("CPU")
         paged_attention_transformation(model, allow_qq_bias=on_cpu)  # not tried on other devices
-        self.takes_leaves = on_cpu and not _counts_cache_entries(model)
+        self.supports_leaves = on_cpu and not _counts_cache_entries(model)
         keep_logits_at(model, axis=0)
         core = ov.Core()
         if on_cpu:  # OpenVINO writes the cache at every start and fails to read it (2026.4.1)
@@ -54,7 +54,7 @@ class PagedModel:
         self.blocks = -(-capacity // self.block_size)
         outputs = [port.any_name for port in compiled.outputs]
         self._hidden_output = outputs.index(HIDDEN_STATE) if HIDDEN_STATE in outputs else None
-        self._nobodys_block = np.array([self.blocks], np.int32)  # an extra block for padding
+        self._padding_block = np.array([self.blocks], np.int32)  # an extra block for padding
         self.cache_bytes = 0
         self._caches: list[np.ndarray] = []  # bytes by block, of each layer's keys and values
         self._used = 0  # leading blocks that were written since the last `clear`
@@ -71,10 +71,10 @@ class PagedModel:
                 self._request.set_input_tensor(i, tensor)
                 self.cache_bytes += tensor.byte_size
         self._shared: dict[str, ov.Tensor] = {}  # input tensors on numpy arrays
-        self._longest = self._share("max_context_len", np.zeros((), np.int32))
-        self._see_all()
+        self._longest = self._set_shared_input("max_context_len", np.zeros((), np.int32))
+        self._attend_to_all()
         self._all_blocks = np.arange(self.blocks, dtype=np.int32)
-        self._together: dict[str, np.ndarray] = {}  # the inputs of the last run, if it was `run_together`
+        self._batch_inputs: dict[str, np.ndarray] = {}  # the inputs of the last run, if it was `run_together`
         self._shape: tuple[int, int, int] | None = None  # tokens, last, blocks of the last run, if it was `run`
 
     def _zeros(self, shape: ov.Shape, element_type: ov.Type) -> np.ndarray:
@@ -123,14 +123,14 @@ class PagedModel:
         blocks = -(-end // self.block_size)
         self._used = max(self._used, blocks)
         self._set_shapes(n, last, blocks)
-        self._wanted[:] = np.arange(n - padding - last, n - padding)
+        self._logits_positions[:] = np.arange(n - padding - last, n - padding)
         self._ids[:] = tokens
         self._positions[:] = np.arange(start, end)
         if parents:
             self._positions[n - len(parents) :] = start + np.array(parents) + 1
-            self._see_parents(n, parents)
+            self._attend_to_parents(n, parents)
         elif self._has_leaves:
-            self._see_all()
+            self._attend_to_all()
         self._past[0] = start
         self._span[1] = n
         self._block_span[1] = blocks
@@ -158,82 +158,82 @@ class PagedModel:
         rows = sum(run.last for run in runs)
         padding = np.zeros(max(rounded_up(tokens), width) - tokens, np.int64)
         parts = (padding[i : i + self.block_size] for i in range(0, len(padding), self.block_size))
-        runs = [*runs, *(SequenceInput(self._nobodys_block, 0, part, 0) for part in parts)]
+        runs = [*runs, *(SequenceInput(self._padding_block, 0, part, 0) for part in parts)]
         counts = np.array([len(run.tokens) for run in runs])
         past = np.array([run.start for run in runs], np.int32)
         blocks = [run.blocks[: -(-(run.start + n) // self.block_size)] for run, n in zip(runs, counts, strict=True)]
         ends = counts.cumsum()
         self._used = self.blocks + 1
-        wanted = [np.arange(end - run.last, end) for run, end in zip(runs, ends, strict=True)]
-        wanted.append(np.zeros(rounded_up(rows) - rows, np.int64))
+        logit_positions = [np.arange(end - run.last, end) for run, end in zip(runs, ends, strict=True)]
+        logit_positions.append(np.zeros(rounded_up(rows) - rows, np.int64))
         self._shape = None
         if self._has_leaves:
-            self._see_all()
-        self._put("input_ids", np.concatenate([run.tokens for run in runs]))
+            self._attend_to_all()
+        self._set_batch_input("input_ids", np.concatenate([run.tokens for run in runs]))
         if self._hidden_size:
             states = np.zeros((ends[-1], 1, self._hidden_size), np.float32)
             if hidden_states is not None:
                 states[:tokens, 0] = hidden_states
-            self._put("hidden_states", states)
-        self._put("position_ids", np.arange(ends[-1]) + np.repeat(past - (ends - counts), counts))
-        self._put("past_lens", past)
-        self._put("subsequence_begins", _from_zero(ends))
-        self._put("block_indices", np.concatenate(blocks))
-        self._put("block_indices_begins", _from_zero(np.cumsum([len(ids) for ids in blocks])))
-        self._put("logits_positions", np.concatenate(wanted))
+            self._set_batch_input("hidden_states", states)
+        self._set_batch_input("position_ids", np.arange(ends[-1]) + np.repeat(past - (ends - counts), counts))
+        self._set_batch_input("past_lens", past)
+        self._set_batch_input("subsequence_begins", _from_zero(ends))
+        self._set_batch_input("block_indices", np.concatenate(blocks))
+        self._set_batch_input("block_indices_begins", _from_zero(np.cumsum([len(ids) for ids in blocks])))
+        self._set_batch_input("logits_positions", np.concatenate(logit_positions))
         self._longest[()] = (past + counts).max()
         self._request.start_async()
         self._request.wait()
         logits = self._request.get_output_tensor(0).data
         return logits.reshape(-1, logits.shape[-1])[:rows]
 
-    def _see_parents(self, n: int, parents: Sequence[int]) -> None:
-        """Let the last of n tokens see none of the others but their parents, and what these see."""
+    def _attend_to_parents(self, n: int, parents: Sequence[int]) -> None:
+        """Let each leaf, the last of n tokens, attend only to its parent, what that attends to, and itself."""
         chain = n - len(parents)
-        sees = np.tri(n, dtype=np.uint8)
-        sees[chain:] = sees[list(parents)]
-        sees[np.arange(chain, n), np.arange(chain, n)] = 1
-        self._share("qq_bias", sees.ravel())
-        self._share("qq_bias_begins", np.array([0, n * n], np.int32))
+        attends = np.tri(n, dtype=np.uint8)
+        attends[chain:] = attends[list(parents)]
+        attends[np.arange(chain, n), np.arange(chain, n)] = 1
+        self._set_shared_input("qq_bias", attends.ravel())
+        self._set_shared_input("qq_bias_begins", np.array([0, n * n], np.int32))
         self._has_leaves = True
 
-    def _see_all(self) -> None:
-        """Let tokens see all those before them."""
+    def _attend_to_all(self) -> None:
+        """Let tokens attend to all tokens before them."""
         if "qq_bias" in self._index:
-            self._share("qq_bias", np.zeros(0, np.uint8))
-            self._share("qq_bias_begins", np.zeros(0, np.int32))
+            self._set_shared_input("qq_bias", np.zeros(0, np.uint8))
+            self._set_shared_input("qq_bias_begins", np.zeros(0, np.int32))
         self._has_leaves = False
 
-    def _share(self, name: str, array: np.ndarray) -> np.ndarray:
+    def _set_shared_input(self, name: str, array: np.ndarray) -> np.ndarray:
         self._shared[name] = tensor = ov.Tensor(array, shared_memory=True)  # keeps the array alive
         self._request.set_input_tensor(self._index[name], tensor)
         return array
 
-    def _put(self, name: str, values: np.ndarray) -> None:
+    def _set_batch_input(self, name: str, values: np.ndarray) -> None:
         """Set an input of `run_together`; allocates a new array only if the shape changed."""
-        array = self._together.get(name)
+        array = self._batch_inputs.get(name)
         if array is not None and array.shape == values.shape:
             array[:] = values
         else:
-            self._together[name] = self._share(name, values)
+            self._batch_inputs[name] = self._set_shared_input(name, values)
 
     def _set_shapes(self, n: int, last: int, blocks: int) -> None:
         """Allocate the inputs whose shape differs from the last run's."""
         if self._shape is None:
-            self._together.clear()
-            self._past = self._share("past_lens", np.zeros(1, np.int32))
-            self._span = self._share("subsequence_begins", np.zeros(2, np.int32))
-            self._block_span = self._share("block_indices_begins", np.zeros(2, np.int32))
+            self._batch_inputs.clear()
+            self._past = self._set_shared_input("past_lens", np.zeros(1, np.int32))
+            self._span = self._set_shared_input("subsequence_begins", np.zeros(2, np.int32))
+            self._block_span = self._set_shared_input("block_indices_begins", np.zeros(2, np.int32))
         was_n, was_last, was_blocks = self._shape or (0, 0, 0)
         if n != was_n:
-            self._ids = self._share("input_ids", np.zeros(n, np.int64))
-            self._positions = self._share("position_ids", np.zeros(n, np.int64))
+            self._ids = self._set_shared_input("input_ids", np.zeros(n, np.int64))
+            self._positions = self._set_shared_input("position_ids", np.zeros(n, np.int64))
             if self._hidden_size:
-                self._hidden = self._share("hidden_states", np.zeros((n, 1, self._hidden_size), np.float32))
+                self._hidden = self._set_shared_input("hidden_states", np.zeros((n, 1, self._hidden_size), np.float32))
         if last != was_last:
-            self._wanted = self._share("logits_positions", np.zeros(last, np.int64))
+            self._logits_positions = self._set_shared_input("logits_positions", np.zeros(last, np.int64))
         if blocks != was_blocks:
-            self._share("block_indices", self._all_blocks[:blocks])
+            self._set_shared_input("block_indices", self._all_blocks[:blocks])
         self._shape = n, last, blocks
 
 

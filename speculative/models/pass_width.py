@@ -7,18 +7,19 @@ every pass would be prepared again.
 
 import numpy as np
 
-PADDED = 0.5  # most time spent on padding before the size is changed, relative to the time that a change takes
-CHANGES = 2.0  # advantage of another size for which a planned size is changed: a change is often followed by one back
+MAX_PADDING = 0.5  # most time spent on padding before the size is changed, relative to the time that a change takes
+# advantage of another size for which a planned size is changed: a change is often followed by one back
+CHANGE_FACTOR = 2.0
 
 
 class PassWidth:
     """Pads a pass to the planned size, or to that of the last one until padding has cost half as much as a change."""
 
-    def __init__(self, seconds: np.ndarray, change: float, pads: bool = True, least: int = 1):
+    def __init__(self, seconds: np.ndarray, change: float, pads: bool = True, plain_size: int = 1):
         """`seconds` [n] are those of a forward pass over 0, 1, ... tokens, `change` the additional ones of a pass with
-        another number of tokens than the last. Passes without draft tokens are padded to `least` tokens, where that
-        takes less time than a single one. Without `pads`, passes have the size that is needed."""
-        self.least = least if pads else 1
+        another number of tokens than the last. Passes without draft tokens are padded to `plain_size` tokens, where
+        that takes less time than a single one. Without `pads`, passes have the size that is needed."""
+        self.plain_size = plain_size if pads else 1
         self._seconds = seconds
         self._change = change
         self._pads = pads
@@ -37,13 +38,13 @@ class PassWidth:
     def plan(self, worth: np.ndarray, change: float) -> int:
         """Plan the size of the next pass; `worth` [n] is that of passes over 1, 2, ... tokens, in the unit of `change`.
 
-        Another size is chosen once its advantages over the present one add up to `CHANGES` times the cost of a change.
-        So what is lost by not changing stays in proportion to what a change costs (Page 1954, cumulative sums).
+        Another size is chosen once its advantages over the present one add up to `CHANGE_FACTOR` times the cost of a
+        change. So what is lost by not changing stays in proportion to what a change costs (Page 1954, cumulative sums).
         """
-        now = self.last or self.least
-        self._advantages[1:] = np.maximum(self._advantages[1:] + worth - worth[now - 1], 0.0)
+        current = self.last or self.plain_size
+        self._advantages[1:] = np.maximum(self._advantages[1:] + worth - worth[current - 1], 0.0)
         best = int(self._advantages.argmax())
-        self.planned = best if self._advantages[best] > CHANGES * change else now
+        self.planned = best if self._advantages[best] > CHANGE_FACTOR * change else current
         return self.planned
 
     def seconds_of_planned(self, seconds: np.ndarray, change: float) -> np.ndarray:
@@ -55,33 +56,33 @@ class PassWidth:
 
     def _changes(self) -> float:
         """The changes of size that padding to the planned size avoids."""
-        return CHANGES if self.planned == self.last else 1.0
+        return CHANGE_FACTOR if self.planned == self.last else 1.0
 
     def plan_one(self) -> None:
         """Plan a pass without draft tokens."""
-        self.planned = self.least
+        self.planned = self.plain_size
 
-    def of(self, n: int) -> int:
+    def width_for(self, n: int) -> int:
         """The number of tokens of a pass in which n are needed, n or more."""
-        width = max(n, self.least, self._of_plan(n) or self._kept(n)) if self._pads else n
+        width = max(n, self.plain_size, self._planned_width(n) or self._last_width(n)) if self._pads else n
         self.planned = 0
         self.is_changed, self.is_first = width != self._size, not self.last
-        if width != (self.last or self.least):
+        if width != (self.last or self.plain_size):
             self._spent = 0.0
             self._advantages[:] = 0.0
         self.last, self._size = width if width < len(self._seconds) else 0, width
         return width
 
-    def _of_plan(self, n: int) -> int:
+    def _planned_width(self, n: int) -> int:
         """The planned size, or n if so much padding takes longer than the changes that it avoids; 0 without a plan."""
         padding = float(self._seconds[self.planned] - self._seconds[n]) if n < self.planned else 0.0
         return n if padding > self._changes() * self._change else self.planned
 
-    def _kept(self, n: int) -> int:
+    def _last_width(self, n: int) -> int:
         """The size of the last pass, if padding to it costs little enough, else n."""
         if n < self.last:
             spent = self._spent + float(self._seconds[self.last] - self._seconds[n])
-            if spent <= PADDED * self._change:
+            if spent <= MAX_PADDING * self._change:
                 self._spent = spent
                 return self.last
         return n

@@ -17,7 +17,7 @@ class StatefulModel:
     """A compiled model and its states; `run` for one sequence."""
 
     kind = "stateful"
-    takes_leaves = False
+    supports_leaves = False
     hidden_states = None
     chunk = 1024  # prompt tokens in one forward pass: bounds the memory for activations
 

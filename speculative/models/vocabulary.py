@@ -71,13 +71,15 @@ def of(tokenizer: openvino_genai.Tokenizer) -> Vocabulary | None:
         ids = tokenizer.encode(text, add_special_tokens=special).input_ids.data
         return ids[0].copy() if text else np.zeros(0, np.int64)
 
-    text, whole = encode("a"), encode("a", special=True)
+    text, with_special = encode("a"), encode("a", special=True)
     return Vocabulary(
         spelled,
-        known(tokenizer.get_bos_token_id()),
-        known(tokenizer.get_eos_token_id()),
+        valid_id(tokenizer.get_bos_token_id()),
+        valid_id(tokenizer.get_eos_token_id()),
         encode,
-        whole[: len(whole) - len(text)] if whole[len(whole) - len(text) :].tolist() == text.tolist() else whole[:0],
+        with_special[: len(with_special) - len(text)]
+        if with_special[len(with_special) - len(text) :].tolist() == text.tolist()
+        else with_special[:0],
     )
 
 
@@ -99,15 +101,15 @@ class SharedTokens:
 
     def __init__(self, main: Vocabulary, draft: Vocabulary):
         self.main, self.draft = main, draft
-        draft_of = draft.ids()
-        self.pairs = {main_id: draft_of[token] for token, main_id in main.ids().items() if token in draft_of}
+        draft_ids_of = draft.ids()
+        self.pairs = {main_id: draft_ids_of[token] for token, main_id in main.ids().items() if token in draft_ids_of}
         self.pieces = main.tokens()  # what each main token adds to the text that the draft reads
         if main.eos is not None and draft.eos is not None and main.eos not in self.pairs:
             self.pieces[main.eos] = draft.spelled.get(draft.eos, b"")
             if draft.eos not in self.pairs.values():
                 self.pairs[main.eos] = draft.eos
-        self._longer = len(draft.encode(SAMPLE)) / len(main.encode(SAMPLE))
-        self.byte_ids = [draft_of.get(bytes([byte])) for byte in range(256)]
+        self._length_ratio = len(draft.encode(SAMPLE)) / len(main.encode(SAMPLE))
+        self.byte_ids = [draft_ids_of.get(bytes([byte])) for byte in range(256)]
         self.fit(1 + max(main.spelled), 1 + max(draft.spelled))
 
     def fit(self, main_size: int, draft_size: int) -> None:
@@ -116,10 +118,10 @@ class SharedTokens:
         self.main_ids = np.array(sorted(self.pairs), np.int64)
         self.draft_ids = np.array([self.pairs[token] for token in self.main_ids.tolist()], np.int64)
 
-    def alike(self, text: str) -> tuple[float, float]:
+    def shared_split(self, text: str) -> tuple[float, float]:
         """The share of the main model's tokens of `text` that the draft shares, and of those that the draft's tokenizer
         writes there, too: no other token is likely to be proposed."""
-        count = shared = alike = 0
+        count = shared = same_split = 0
         ours, theirs = self.main.tokens(), self.draft.tokens()
         for line in text.splitlines(keepends=True):
             tokens = self.main.encode(line).tolist()
@@ -128,12 +130,12 @@ class SharedTokens:
             count += len(tokens)
             shared += sum(token in self.pairs for token in tokens)
             matches = SequenceMatcher(None, pieces, drafted, autojunk=False).get_matching_blocks()
-            alike += sum(match.size for match in matches)
-        return shared / max(count, 1), alike / max(count, 1)
+            same_split += sum(match.size for match in matches)
+        return shared / max(count, 1), same_split / max(count, 1)
 
     def draft_length(self, tokens: int) -> int:
         """About how many tokens of the draft, at most, a text of `tokens` tokens of the main model has."""
-        return int(tokens * max(1.0, self._longer) * MARGIN)
+        return int(tokens * max(1.0, self._length_ratio) * MARGIN)
 
 
 def differing(main: Path, draft: Path) -> tuple[Vocabulary, Vocabulary] | None:
@@ -168,6 +170,6 @@ def _same_ir(one: Path, other: Path) -> bool:
     return graphs[0] == graphs[1] and filecmp.cmp(files[0][1], files[1][1], shallow=False)
 
 
-def known(token_id: int) -> int | None:
+def valid_id(token_id: int) -> int | None:
     """A special token's id; None for -1, by which OpenVINO says that there is none."""
     return None if token_id == -1 else token_id

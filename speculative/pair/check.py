@@ -36,8 +36,8 @@ from speculative.pair.model_info import (
 
 OTHER_TOKENIZER = "shared tokens"  # the finding about a draft with another tokenizer
 ALPHA = 0.7  # per-token acceptance of an average draft with the main model's tokenizer
-ENOUGH_ALIKE = 0.5  # share of tokens that both tokenizers write, below which a draft is not worth it
-SHOWN = 3  # first differences shown in a message
+MIN_SHARED_SPLIT = 0.5  # share of tokens that both tokenizers write, below which a draft is not worth it
+MAX_SHOWN = 3  # first differences shown in a message
 
 
 class Finding(NamedTuple):
@@ -129,9 +129,9 @@ def _check_head(main: Path, draft: Path) -> PairCheck:
     if facts.logits_width:
         message = f"the draft proposes {len(head.targets):,} of the main model's {facts.logits_width:,} tokens"
         findings.append(Finding("ok", "vocabulary", message))
-    drafted = config_facts(draft)
-    drafted.weight_bytes = (draft / "openvino_model.bin").stat().st_size
-    findings += [*_compare_context_lengths(facts, drafted), *_compare_sizes(facts, drafted)]
+    draft_facts = config_facts(draft)
+    draft_facts.weight_bytes = (draft / "openvino_model.bin").stat().st_size
+    findings += [*_compare_context_lengths(facts, draft_facts), *_compare_sizes(facts, draft_facts)]
     return PairCheck(findings, _fingerprint(facts))
 
 
@@ -209,10 +209,12 @@ def _compare_other_tokenizers(main: ModelFacts, draft: ModelFacts, text: str = S
     """Tokens that a draft with another tokenizer can propose: those that both have, where both split the text alike."""
     ids = sorted(main.tokens.keys() | draft.tokens.keys())
     different = [i for i in ids if main.tokens.get(i) != draft.tokens.get(i)]
-    shown = "; ".join(f"{i} is {_token(main, i)} in main and {_token(draft, i)} in draft" for i in different[:SHOWN])
+    details = "; ".join(
+        f"{i} is {_token(main, i)} in main and {_token(draft, i)} in draft" for i in different[:MAX_SHOWN]
+    )
     message = (
-        f"{len(different):,} of {len(ids):,} token ids differ ({shown}): GenAI's pipeline needs a draft with the same "
-        "tokenizer, this project's engine drafts the tokens that both have"
+        f"{len(different):,} of {len(ids):,} token ids differ ({details}): GenAI's pipeline needs a draft with the "
+        "same tokenizer, this project's engine drafts the tokens that both have"
     )
     yield Finding("warning", "vocabulary", message)
     if not main.vocabulary or not draft.vocabulary:
@@ -220,15 +222,16 @@ def _compare_other_tokenizers(main: ModelFacts, draft: ModelFacts, text: str = S
         yield Finding("warning", OTHER_TOKENIZER, message)
         return
     shared = SharedTokens(main.vocabulary, draft.vocabulary)
-    share, alike = shared.alike(text)
+    share, shared_split = shared.shared_split(text)
     message = (
         f"the draft has {len(shared.pairs):,} of the main model's {len(main.tokens):,} tokens, which are {share:.0%} "
-        f"of {'a sample' if text is SAMPLE else 'the'} text's, and splits {alike:.0%} of it alike: where a draft with "
-        f"the same tokenizer would have {ALPHA:.0%} of its tokens accepted, expect {ALPHA * alike:.0%}"
+        f"of {'a sample' if text is SAMPLE else 'the'} text's, and splits {shared_split:.0%} of it alike: where a "
+        f"draft with the same tokenizer would have {ALPHA:.0%} of its tokens accepted, expect "
+        f"{ALPHA * shared_split:.0%}"
     )
     if not shared.pairs:
         yield Finding("error", OTHER_TOKENIZER, "no token of the draft is one of the main model; choose another draft")
-    elif alike < ENOUGH_ALIKE:
+    elif shared_split < MIN_SHARED_SPLIT:
         yield Finding("warning", OTHER_TOKENIZER, f"{message}, which is too little; choose another draft")
     else:
         yield Finding("ok", OTHER_TOKENIZER, f"{message}; measure it")
@@ -242,9 +245,9 @@ def _compare_rules(main: ModelFacts, draft: ModelFacts) -> Iterator[Finding]:
         first = next(
             (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
         )
-        shown = [" + ".join(map(repr, merges[first])) if first < len(merges) else "none" for merges in (ours, theirs)]
+        details = [" + ".join(map(repr, merges[first])) if first < len(merges) else "none" for merges in (ours, theirs)]
         message = (
-            f"the merges differ from number {first + 1} on ({shown[0]} in main, {shown[1]} in draft); "
+            f"the merges differ from number {first + 1} on ({details[0]} in main, {details[1]} in draft); "
             "choose a draft trained with the same tokenizer"
         )
         yield Finding("error", "merges", message)
@@ -257,21 +260,21 @@ def _compare_rules(main: ModelFacts, draft: ModelFacts) -> Iterator[Finding]:
 
 
 def _compare_special_tokens(main: ModelFacts, draft: ModelFacts) -> Iterator[Finding]:
-    both = [name for name in main.special_ids if name in draft.special_ids]
-    different = [name for name in both if main.special_ids[name] != draft.special_ids[name]]
-    if not both:
+    shared_names = [name for name in main.special_ids if name in draft.special_ids]
+    different = [name for name in shared_names if main.special_ids[name] != draft.special_ids[name]]
+    if not shared_names:
         return
     if not different:
-        shown = ", ".join(f"{name} {main.special_ids[name]}" for name in both)
-        yield Finding("ok", "special tokens", f"the same ids in both ({shown})")
+        details = ", ".join(f"{name} {main.special_ids[name]}" for name in shared_names)
+        yield Finding("ok", "special tokens", f"the same ids in both ({details})")
         return
-    shown = "; ".join(
+    details = "; ".join(
         f"{name} is {_show(main, main.special_ids[name])} in main and {_show(draft, draft.special_ids[name])} in draft"
         for name in different
     )
     message = (
-        f"{shown}, and GenAI rejects such a pair; if the vocabularies are equal, set the same bos_token, eos_token and "
-        "pad_token in both tokenizer_config.json and export again"
+        f"{details}, and GenAI rejects such a pair; if the vocabularies are equal, set the same bos_token, eos_token "
+        "and pad_token in both tokenizer_config.json and export again"
     )
     yield Finding("error", "special tokens", message)
 
@@ -286,11 +289,16 @@ def _compare_encodings(main: ModelFacts, draft: ModelFacts, texts: list[str]) ->
         yield Finding("ok", "encodings", message)
         return
     text, ours, theirs = different[0]
-    at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
-    shown = [_show(facts, ids[at]) if at < len(ids) else "nothing" for facts, ids in ((main, ours), (draft, theirs))]
+    position = next(
+        (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
+    )
+    details = [
+        _show(facts, ids[position]) if position < len(ids) else "nothing"
+        for facts, ids in ((main, ours), (draft, theirs))
+    ]
     message = (
-        f"{len(different):,} of {len(texts):,} texts are encoded differently (in {text!r} token {at + 1} is {shown[0]} "
-        f"for main and {shown[1]} for draft); choose a draft trained with the same tokenizer"
+        f"{len(different):,} of {len(texts):,} texts are encoded differently (in {text!r} token {position + 1} is "
+        f"{details[0]} for main and {details[1]} for draft); choose a draft trained with the same tokenizer"
     )
     yield Finding("error", "encodings", message)
 
@@ -340,27 +348,27 @@ def _compare_context_lengths(main: ModelFacts, draft: ModelFacts) -> Iterator[Fi
         )
         yield Finding("warning", "context length", message)
     else:
-        shown = f"{main.context_length:,} tokens for main, {draft.context_length:,} for draft"
-        yield Finding("ok", "context length", shown)
+        details = f"{main.context_length:,} tokens for main, {draft.context_length:,} for draft"
+        yield Finding("ok", "context length", details)
 
 
 def _judge_architectures(main: ModelFacts, draft: ModelFacts) -> Iterator[Finding]:
     """Decoder-only language models may differ in architecture; any other kind of model is an error."""
-    refused = False
+    has_error = False
     for role, facts in (("main", main), ("draft", draft)):
         name = facts.architecture.lower()
         if facts.encoder_decoder:
             message = f"{role} ({facts.architecture}) is an encoder-decoder model; use a decoder-only language model"
-            refused = True
+            has_error = True
             yield Finding("error", "architecture", message)
         elif "eagle" in name or "dflash" in name:
             message = (
                 f"{role} ({facts.architecture}) drafts from the main model's hidden states and is not a standalone "
                 "model; use a standalone language model, or convert an EAGLE-3 draft first: convert/export_pair.py"
             )
-            refused = True
+            has_error = True
             yield Finding("error", "architecture", message)
-    if not refused:
+    if not has_error:
         yield Finding("ok", "architecture", f"{main.architecture or 'unknown'} with {draft.architecture or 'unknown'}")
 
 

@@ -51,15 +51,15 @@ def require(device: str, properties: Mapping[str, object]) -> None:
         raise ValueError(reason)
 
 
-def names(device: str, here: list[str]) -> list[str]:
-    """The single devices in a device string, in its order; `here` is used if the string lists none."""
+def names(device: str, available: list[str]) -> list[str]:
+    """The single devices in a device string, in its order; `available` is used if the string lists none."""
     kind, _, listed = device.partition(":")
     if kind not in VIRTUAL:
         return [device]
     named = [name.strip().partition("(")[0] for name in listed.split(",") if name.strip()]
-    without = {name[1:] for name in named if name.startswith("-")}
-    wanted = [name for name in named if not name.startswith("-")] or here
-    return [name for name in wanted if name not in without]
+    excluded = {name[1:] for name in named if name.startswith("-")}
+    selected = [name for name in named if not name.startswith("-")] or available
+    return [name for name in selected if name not in excluded]
 
 
 def main_memory() -> Memory:
@@ -68,8 +68,8 @@ def main_memory() -> Memory:
         return _windows_memory()
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     file = Path("/proc/meminfo")
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", file.read_text(), re.MULTILINE) if file.is_file() else None
-    available = int(found[1]) * 1024 if found else None
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", file.read_text(), re.MULTILINE) if file.is_file() else None
+    available = int(match[1]) * 1024 if match else None
     for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):  # of cgroups 2 and 1
         text = Path(limit).read_text().strip() if Path(limit).is_file() else ""
         if text.isdecimal():
@@ -88,22 +88,24 @@ def device_memory(name: str, core: ov.Core) -> Memory:
 
 def _facts(name: str, core: ov.Core) -> DeviceFacts:
     kind, _, number = name.partition(".")
-    here = core.available_devices
-    is_here = name in here or (kind in here and number == "0") or (not number and f"{kind}.0" in here)
-    if not is_here:
+    available = core.available_devices
+    is_available = (
+        name in available or (kind in available and number == "0") or (not number and f"{kind}.0" in available)
+    )
+    if not is_available:
         return DeviceFacts(name, "", _why_missing(name, core), MAIN_MEMORY)
-    own = kind == "GPU" and "INTEGRATED" not in str(core.get_property(name, "DEVICE_TYPE")).upper()
-    memory = name if own else MAIN_MEMORY  # integrated GPUs and NPUs share main memory
+    has_own_memory = kind == "GPU" and "INTEGRATED" not in str(core.get_property(name, "DEVICE_TYPE")).upper()
+    memory = name if has_own_memory else MAIN_MEMORY  # integrated GPUs and NPUs share main memory
     return DeviceFacts(name, str(core.get_property(name, "FULL_DEVICE_NAME")), "", memory)
 
 
 def _why_missing(name: str, core: ov.Core) -> str:
-    here = f"OpenVINO finds {', '.join(core.available_devices)} here"
+    available = f"OpenVINO finds {', '.join(core.available_devices)} here"
     kind, _, number = name.partition(".")
     if number and any(device.partition(".")[0] == kind for device in core.available_devices):
-        return f"{here}; use one of these"
+        return f"{available}; use one of these"
     if kind not in ("CPU", "GPU", "NPU"):
-        return f"it is not an OpenVINO device; {here}; use one of these"
+        return f"it is not an OpenVINO device; {available}; use one of these"
     try:
         core.get_property(name, "FULL_DEVICE_NAME")
         detail = ""
@@ -111,12 +113,12 @@ def _why_missing(name: str, core: ov.Core) -> str:
         library = re.search(r"([\w.-]+\.(?:so[.\d]*|dll))[^/\\:]*: cannot open shared object", str(error))
         detail = f" ({library[1]} is missing)" if library else ""
     if kind == "GPU":
-        todo = (
+        advice = (
             "install the OpenCL runtime of the Intel graphics compute stack, in a container also pass --device /dev/dri"
         )
     else:
-        todo = "install the Intel NPU driver, in a container also pass --device /dev/accel"
-    return f"{here}{detail}; {todo}, or use another device"
+        advice = "install the Intel NPU driver, in a container also pass --device /dev/accel"
+    return f"{available}{detail}; {advice}, or use another device"
 
 
 def _windows_memory() -> Memory:

@@ -7,7 +7,7 @@ from speculative.models.config import read_config, text_config
 from speculative.models.eagle3_graph import HeadGraph, is_head
 from speculative.models.eagle3_head import NEEDS_PAGED, has_paged_attention
 
-LEAST_LAYERS = 10  # of a main model whose layers GenAI chooses by itself
+MIN_LAYERS = 10  # of a main model whose layers GenAI chooses by itself
 
 
 def tokenizer_limit(main: Path, draft: Path) -> str:
@@ -23,8 +23,8 @@ def alone_limit(draft: Path) -> str:
 
 def native_limit(draft: Path, *devices: str) -> str:
     """Why this project's engine cannot run the pair on these devices."""
-    without = [device for device in devices if not has_paged_attention(device)]
-    return f"{NEEDS_PAGED}, not on {without[0]}" if without and is_head(draft) else ""
+    unsupported = [device for device in devices if not has_paged_attention(device)]
+    return f"{NEEDS_PAGED}, not on {unsupported[0]}" if unsupported and is_head(draft) else ""
 
 
 def genai_limit(main: Path, draft: Path, *devices: str) -> str:
@@ -40,12 +40,12 @@ def genai_limit(main: Path, draft: Path, *devices: str) -> str:
         return ""
     config = read_config(main)
     layers = config.get("num_hidden_layers") or text_config(config).get("num_hidden_layers") or 0
-    if layers >= LEAST_LAYERS:
+    if layers >= MIN_LAYERS:
         return ""
-    found = f"has {layers} layers" if layers else "has no number of layers in its config.json"
+    description = f"has {layers} layers" if layers else "has no number of layers in its config.json"
     return (
-        f"GenAI's pipeline needs a main model of {LEAST_LAYERS} layers or more for a head without hidden_layers_list, "
-        f"but {main} {found}: convert the head with convert/export_pair.py, which writes hidden_layers_list"
+        f"GenAI's pipeline needs a main model of {MIN_LAYERS} layers or more for a head without hidden_layers_list, "
+        f"but {main} {description}: convert the head with convert/export_pair.py, which writes hidden_layers_list"
     )
 
 

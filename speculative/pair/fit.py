@@ -18,7 +18,7 @@ from speculative.models import cached_model, kv_cache
 from speculative.models.cached_model import CAPACITY
 from speculative.models.eagle3_graph import HeadGraph, is_head
 from speculative.models.kv_cache import KvCache
-from speculative.models.npu_model import PROMPT, RESPONSE
+from speculative.models.npu_model import DEFAULT_PROMPT, DEFAULT_RESPONSE
 from speculative.models.spec import ModelSpec
 from speculative.pair import devices as device_facts
 from speculative.pair import weights
@@ -54,27 +54,27 @@ class PairMember:
     def tokens(self) -> int:
         """The longest sequence that the engine allocates a cache for."""
         context = self.facts.context_length or CAPACITY
-        return min(context, PROMPT + RESPONSE if self.on_npu else CAPACITY)
+        return min(context, DEFAULT_PROMPT + DEFAULT_RESPONSE if self.on_npu else CAPACITY)
 
 
 def check_fit(main: Path, draft: Path, device: str, draft_device: str) -> list[Finding]:
     """Check two IR folders, each on its device. Raises UnusableFolder if one is incomplete."""
     core = ov.Core()
     named = (("main", Path(main), device), ("draft", Path(draft), draft_device))
-    halves = [_read(role, folder, name, core) for role, folder, name in named]
+    members = [_read(role, folder, name, core) for role, folder, name in named]
     engines: list[Finding] = []
     with contextlib.suppress(ValueError):  # a head that does not fit, as the pair check says
-        for half, read in zip(halves, weights.read_pair(Path(main), Path(draft)), strict=True):
-            half.weights = read
-        engines += _judge_engines(*halves)
+        for member, weights_read in zip(members, weights.read_pair(Path(main), Path(draft)), strict=True):
+            member.weights = weights_read
+        engines += _judge_engines(*members)
     return [
-        *_judge_devices(halves),
+        *_judge_devices(members),
         *engines,
-        *_judge_npu(halves),
-        *_judge_weights(halves),
-        *_judge_caches(halves, core),
-        *_judge_memory(halves, core),
-        *_judge_cost(*halves),
+        *_judge_npu(members),
+        *_judge_weights(members),
+        *_judge_caches(members, core),
+        *_judge_memory(members, core),
+        *_judge_cost(*members),
     ]
 
 
@@ -108,16 +108,16 @@ def _read(role: str, folder: Path, device: str, core: ov.Core) -> PairMember:
     )
 
 
-def _judge_devices(halves: list[PairMember]) -> Iterator[Finding]:
-    for half in halves:
-        if not half.devices:
-            yield Finding("error", "device", f"{half.role}: {half.device!r} excludes every device; name one")
-        missing = [device for device in half.devices if device.missing]
+def _judge_devices(members: list[PairMember]) -> Iterator[Finding]:
+    for member in members:
+        if not member.devices:
+            yield Finding("error", "device", f"{member.role}: {member.device!r} excludes every device; name one")
+        missing = [device for device in member.devices if device.missing]
         for device in missing:
-            yield Finding("error", "device", f"{half.role}: there is no {device.name!r}: {device.missing}")
-        if half.devices and not missing:
-            shown = " and ".join(f"{device.name} ({device.full_name})" for device in half.devices)
-            yield Finding("ok", "device", f"{half.role} on {shown}")
+            yield Finding("error", "device", f"{member.role}: there is no {device.name!r}: {device.missing}")
+        if member.devices and not missing:
+            description = " and ".join(f"{device.name} ({device.full_name})" for device in member.devices)
+            yield Finding("ok", "device", f"{member.role} on {description}")
 
 
 def _judge_engines(main: PairMember, draft: PairMember) -> Iterator[Finding]:
@@ -131,134 +131,143 @@ def _judge_engines(main: PairMember, draft: PairMember) -> Iterator[Finding]:
             yield Finding("error" if all(limits.values()) else "warning", "engine", f"not in {engine}: {limit}")
 
 
-def _judge_npu(halves: list[PairMember]) -> Iterator[Finding]:
+def _judge_npu(members: list[PairMember]) -> Iterator[Finding]:
     """Requirements of static shapes and NPUW's kernels, which engine and export would report only later."""
-    for half in halves:
-        if not half.on_npu:
+    for member in members:
+        if not member.on_npu:
             continue
-        role, grouped = half.role, half.weights.group_size not in (None, -1)
-        if "int4" in half.weights.asymmetric:
+        role, grouped = member.role, member.weights.group_size not in (None, -1)
+        if "int4" in member.weights.asymmetric:
             message = f"{role} has asymmetric int4 weights, which an NPU cannot run; export it again with --for NPU"
             yield Finding("error", "NPU weights", message)
-        elif "int4" in half.weights.formats and grouped and half.weights.parameters > CHANNEL_WISE:
+        elif "int4" in member.weights.formats and grouped and member.weights.parameters > CHANNEL_WISE:
             message = (
-                f"{role} has {_count(half.weights.parameters)} parameters in int4 groups of {half.weights.group_size}, "
-                "but above 4 B an NPU needs them channel-wise; export it again with --for NPU"
+                f"{role} has {_count(member.weights.parameters)} parameters in int4 groups of "
+                f"{member.weights.group_size}, but above 4 B an NPU needs them channel-wise; export it again with "
+                "--for NPU"
             )
             yield Finding("warning", "NPU weights", message)
-        elif "int8" in half.weights.asymmetric and "int4" not in half.weights.formats:
+        elif "int8" in member.weights.asymmetric and "int4" not in member.weights.formats:
             message = (
                 f"{role} has asymmetric int8 weights, but an NPU is built for symmetric ones; export with --for NPU"
             )
             yield Finding("warning", "NPU weights", message)
         else:
-            yield Finding("ok", "NPU weights", f"{role} has {half.weights}")
-        if 0 < half.facts.sliding_window < half.tokens:
+            yield Finding("ok", "NPU weights", f"{role} has {member.weights}")
+        if 0 < member.facts.sliding_window < member.tokens:
             message = (
-                f"{role} has a sliding window of {half.facts.sliding_window:,} tokens, which cannot be rolled back on "
-                "an NPU; use a CPU or GPU, or MAX_PROMPT_LEN + MIN_RESPONSE_LEN up to that"
+                f"{role} has a sliding window of {member.facts.sliding_window:,} tokens, which cannot be rolled back "
+                "on an NPU; use a CPU or GPU, or MAX_PROMPT_LEN + MIN_RESPONSE_LEN up to that"
             )
             yield Finding("error", "NPU shapes", message)
         else:
             message = (
-                f"{role} has static shapes: prompts up to {PROMPT:,} tokens and answers up to {RESPONSE}, unless the "
-                "properties MAX_PROMPT_LEN and MIN_RESPONSE_LEN raise these limits"
+                f"{role} has static shapes: prompts up to {DEFAULT_PROMPT:,} tokens and answers up to "
+                f"{DEFAULT_RESPONSE}, unless the properties MAX_PROMPT_LEN and MIN_RESPONSE_LEN raise these limits"
             )
             yield Finding("warning", "NPU shapes", message)
 
 
-def _judge_weights(halves: list[PairMember]) -> Iterator[Finding]:
-    shown = "; ".join(f"{half.role} {half.weights}, {_count(half.weights.parameters)} parameters" for half in halves)
-    main, draft = halves
+def _judge_weights(members: list[PairMember]) -> Iterator[Finding]:
+    description = "; ".join(
+        f"{member.role} {member.weights}, {_count(member.weights.parameters)} parameters" for member in members
+    )
+    main, draft = members
     if main.weights.formats[0] in ("int4", "int8") and draft.weights.formats[0] in ("fp16", "bf16", "fp32"):
-        message = f"{shown}; compress the draft too (--draft-weight-format int8), so that its steps are cheap"
+        message = f"{description}; compress the draft too (--draft-weight-format int8), so that its steps are cheap"
         yield Finding("warning", "weight formats", message)
     else:
-        yield Finding("ok", "weight formats", shown)
+        yield Finding("ok", "weight formats", description)
 
 
-def _judge_caches(halves: list[PairMember], core: ov.Core) -> Iterator[Finding]:
-    for half in halves:
-        if isinstance(half.cache, str):
-            yield Finding("error", "KV cache", f"{half.role}: {half.cache}")
+def _judge_caches(members: list[PairMember], core: ov.Core) -> Iterator[Finding]:
+    for member in members:
+        if isinstance(member.cache, str):
+            yield Finding("error", "KV cache", f"{member.role}: {member.cache}")
             continue
-        cache, precision = half.cache, _precision(half, core)
+        cache, precision = member.cache, _precision(member, core)
         message = (
-            f"{half.role} {cache.layers} layers x {cache.heads} heads x {cache.head_size}: "
+            f"{member.role} {cache.layers} layers x {cache.heads} heads x {cache.head_size}: "
             f"{cache.bytes_per_token(precision):,} bytes per token in {precision.to_string()}, "
-            f"{_size(_cache_bytes(half, core))} for {half.tokens:,} tokens"
+            f"{_size(_cache_bytes(member, core))} for {member.tokens:,} tokens"
         )
         yield Finding("ok", "KV cache", message)
 
 
-def _judge_memory(halves: list[PairMember], core: ov.Core) -> Iterator[Finding]:
+def _judge_memory(members: list[PairMember], core: ov.Core) -> Iterator[Finding]:
     """Check memory use per memory. A model spread over several devices counts for the first of them."""
-    places: dict[str, list[PairMember]] = {}
-    for half in halves:
-        if half.devices and not any(device.missing for device in half.devices):
-            places.setdefault(half.devices[0].memory, []).append(half)
-    for place, inside in places.items():
-        need = [_weight_bytes(half) + _cache_bytes(half, core) for half in inside]
-        parts = " and ".join(f"{half.role} {_size(size)}" for half, size in zip(inside, need, strict=True))
-        there = device_facts.main_memory() if place == MAIN_MEMORY else device_facts.device_memory(place, core)
-        yield _judge_place(place, f"{parts} with weights and full cache", sum(need), there)
+    members_by_memory: dict[str, list[PairMember]] = {}
+    for member in members:
+        if member.devices and not any(device.missing for device in member.devices):
+            members_by_memory.setdefault(member.devices[0].memory, []).append(member)
+    for memory_name, members_in_memory in members_by_memory.items():
+        needed = [_weight_bytes(member) + _cache_bytes(member, core) for member in members_in_memory]
+        parts = " and ".join(
+            f"{member.role} {_size(size)}" for member, size in zip(members_in_memory, needed, strict=True)
+        )
+        memory = (
+            device_facts.main_memory() if memory_name == MAIN_MEMORY else device_facts.device_memory(memory_name, core)
+        )
+        yield _judge_one_memory(memory_name, f"{parts} with weights and full cache", sum(needed), memory)
 
 
-def _judge_place(place: str, parts: str, need: int, there: Memory) -> Finding:
-    todo = "convert to a smaller format (int4), use a shorter context, or put the draft on another device"
-    if there.total is None:
-        return Finding("ok", "memory", f"{parts}; this system does not report the size of {place}")
-    if need > there.total:
-        message = f"{parts} need {_size(need)}, but {place} has {_size(there.total)} in total; {todo}"
+def _judge_one_memory(memory_name: str, parts: str, needed: int, memory: Memory) -> Finding:
+    advice = "convert to a smaller format (int4), use a shorter context, or put the draft on another device"
+    if memory.total is None:
+        return Finding("ok", "memory", f"{parts}; this system does not report the size of {memory_name}")
+    if needed > memory.total:
+        message = f"{parts} need {_size(needed)}, but {memory_name} has {_size(memory.total)} in total; {advice}"
         return Finding("error", "memory", message)
-    if there.available is None:
-        return Finding("ok", "memory", f"{parts}, of {_size(there.total)} in {place}")
-    if need > there.available:
-        free = _size(there.available)
-        message = f"{parts} need {_size(need)}, but {place} has only {free} free; close programs, or {todo}"
+    if memory.available is None:
+        return Finding("ok", "memory", f"{parts}, of {_size(memory.total)} in {memory_name}")
+    if needed > memory.available:
+        free = _size(memory.available)
+        message = f"{parts} need {_size(needed)}, but {memory_name} has only {free} free; close programs, or {advice}"
         return Finding("warning", "memory", message)
-    return Finding("ok", "memory", f"{parts}, of {_size(there.available)} free in {place}")
+    return Finding("ok", "memory", f"{parts}, of {_size(memory.available)} free in {memory_name}")
 
 
 def _judge_cost(main: PairMember, draft: PairMember) -> Iterator[Finding]:
     """Decoding is bound by reading the weights, so their sizes give the cost ratio on equally fast devices."""
     ratio = draft.weights.bytes_per_step / main.weights.bytes_per_step
-    gains = {
+    speedups = {
         k: metrics.predicted_speedup(metrics.block_efficiency_at(ALPHA, k), k, ratio, 1) for k in range(1, LONGEST + 1)
     }
-    best = max(gains, key=gains.__getitem__)
+    best = max(speedups, key=speedups.__getitem__)
     cost = (
         f"a draft step reads {_size(draft.weights.bytes_per_step)} and a main step "
         f"{_size(main.weights.bytes_per_step)}, an estimated cost ratio of {ratio:.2f}"
     )
     if draft.device != main.device:
         cost += " on equally fast devices"
-    if gains[best] < WORTH_IT:
+    if speedups[best] < WORTH_IT:
         message = (
-            f"{cost}, which is too high: at most {gains[best]:.2f}x at {ALPHA:.0%} acceptance (K = {best}); use a "
+            f"{cost}, which is too high: at most {speedups[best]:.2f}x at {ALPHA:.0%} acceptance (K = {best}); use a "
             "smaller draft or a smaller weight format for it"
         )
         yield Finding("warning", "cost ratio", message)
     else:
-        message = f"{cost}: at most {gains[best]:.1f}x at {ALPHA:.0%} acceptance (K = {best}); measure it"
+        message = f"{cost}: at most {speedups[best]:.1f}x at {ALPHA:.0%} acceptance (K = {best}); measure it"
         yield Finding("ok", "cost ratio", message)
 
 
-def _precision(half: PairMember, core: ov.Core) -> ov.Type:
+def _precision(member: PairMember, core: ov.Core) -> ov.Type:
     """The device's KV-cache precision: u8 by default on CPUs; f16 assumed if the device does not report it."""
     try:
-        precision = core.get_property(half.devices[0].name, "KV_CACHE_PRECISION") if half.devices else None
+        precision = core.get_property(member.devices[0].name, "KV_CACHE_PRECISION") if member.devices else None
     except RuntimeError:
         precision = None
     return precision if isinstance(precision, ov.Type) and precision != ov.Type.dynamic else ov.Type.f16
 
 
-def _cache_bytes(half: PairMember, core: ov.Core) -> int:
-    return 0 if isinstance(half.cache, str) else half.cache.bytes_per_token(_precision(half, core)) * half.tokens
+def _cache_bytes(member: PairMember, core: ov.Core) -> int:
+    return (
+        0 if isinstance(member.cache, str) else member.cache.bytes_per_token(_precision(member, core)) * member.tokens
+    )
 
 
-def _weight_bytes(half: PairMember) -> int:
-    return (half.facts.folder / "openvino_model.bin").stat().st_size
+def _weight_bytes(member: PairMember) -> int:
+    return (member.facts.folder / "openvino_model.bin").stat().st_size
 
 
 def _size(number: int) -> str:

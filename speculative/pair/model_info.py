@@ -19,7 +19,7 @@ from speculative.error_text import engine_lines
 from speculative.models import gguf_file, vocabulary
 from speculative.models.config import context_length, hidden_state_draft, sliding_window, text_config
 from speculative.models.eagle3_graph import is_head
-from speculative.models.vocabulary import Vocabulary, known
+from speculative.models.vocabulary import Vocabulary, valid_id
 
 # One test string per line: code, digits, several scripts, emoji, unusual white space.
 TEST_TEXT = """\
@@ -126,9 +126,9 @@ def tokenizer_facts(folder: Path) -> ModelFacts:
         facts.vocabulary = vocabulary.of(tokenizer)
         facts.tokens = facts.vocabulary.spelled if facts.vocabulary else {}
     facts.special_ids = {
-        "bos": known(tokenizer.get_bos_token_id()),
-        "eos": known(tokenizer.get_eos_token_id()),
-        "pad": known(tokenizer.get_pad_token_id()),
+        "bos": valid_id(tokenizer.get_bos_token_id()),
+        "eos": valid_id(tokenizer.get_eos_token_id()),
+        "pad": valid_id(tokenizer.get_pad_token_id()),
     }
     facts.encode = partial(_encode_all, tokenizer)
     facts.chat_template = tokenizer.chat_template

@@ -94,17 +94,17 @@ def check(recommendation: dict, main: Path, draft: Path | None, measured_on: dic
     Raises ValueError if the weights have changed since the measurement, or it was without a draft.
     """
     if draft and recommendation["draft"] is None:
-        again = "tune with `python scripts/tune.py MAIN DRAFT`"
-        raise ValueError(f"the recommendation was measured without a draft: {again}")
+        advice = "tune with `python scripts/tune.py MAIN DRAFT`"
+        raise ValueError(f"the recommendation was measured without a draft: {advice}")
     for role, folder in (("main", main), ("draft", draft)):
         if folder and fingerprint(folder) != recommendation[role]["fingerprint"]:
             raise ValueError(
                 f"the recommendation was measured with other weights than those of the {role} model {folder}: "
                 f"tune again with {TUNE}"
             )
-    before = recommendation["measured_on"]
+    measured = recommendation["measured_on"]
     return [
-        f"the recommendation was measured with {name} {before[name]}, this is {now}"
+        f"the recommendation was measured with {name} {measured[name]}, this is {now}"
         for name, now in (measured_on or {}).items()
-        if name in before and before[name] != now
+        if name in measured and measured[name] != now
     ]

@@ -52,11 +52,11 @@ class Distribution:
         text, all are allowed.
         """
         params = self._params
-        penalises = self._penalises(generated)
-        if targets is not None and (self.grammar or penalises):
-            logits, targets = _spread(logits, targets, size, -np.inf), None
-        if penalises:
-            logits = self._penalised(logits, prompt, generated)
+        needs_processing = self._needs_processing(generated)
+        if targets is not None and (self.grammar or needs_processing):
+            logits, targets = _scatter(logits, targets, size, -np.inf), None
+        if needs_processing:
+            logits = self._processed(logits, prompt, generated)
         size, mask = size or len(logits), self.grammar.mask(generated) if self.grammar else None
         allowed = mask.ids if mask and mask.are_allowed else None
         if allowed is not None:
@@ -75,8 +75,8 @@ class Distribution:
             ids = targets if allowed is None else allowed
             return OneHot(best if ids is None else int(ids[best]), size)
 
-        kept = largest(logits, params.top_k) if 0 < params.top_k < len(logits) else slice(None)
-        weights = logits[kept] - logits[best]
+        top = largest(logits, params.top_k) if 0 < params.top_k < len(logits) else slice(None)
+        weights = logits[top] - logits[best]
         if params.temperature != 1:
             weights *= np.float32(1 / params.temperature)
         np.exp(weights, out=weights)  # unnormalised softmax; the largest is 1
@@ -87,32 +87,39 @@ class Distribution:
             weights *= nucleus(weights, params.top_p * total)
         weights /= weights.sum()
         if targets is not None:
-            order = slice(None) if isinstance(kept, slice) else kept.argsort()
-            return Sparse(targets[kept][order], weights[order], size)
+            order = slice(None) if isinstance(top, slice) else top.argsort()
+            return Sparse(targets[top][order], weights[order], size)
         if allowed is not None:
-            return _spread(weights, allowed[kept], size)
-        return weights if isinstance(kept, slice) else _spread(weights, kept, size)
+            return _scatter(weights, allowed[top], size)
+        return weights if isinstance(top, slice) else _scatter(weights, top, size)
 
-    def _penalises(self, generated: np.ndarray) -> bool:
+    def _needs_processing(self, generated: np.ndarray) -> bool:
         """Whether steps 0 to 3 change anything."""
         params = self._params
-        counts = params.presence_penalty != 0 or params.frequency_penalty != 0
+        has_penalties = params.presence_penalty != 0 or params.frequency_penalty != 0
         too_short = len(generated) < params.min_new_tokens
-        return too_short or (counts and len(generated) > 0) or params.repetition_penalty != 1 or len(self._biased) > 0
+        return (
+            too_short
+            or (has_penalties and len(generated) > 0)
+            or params.repetition_penalty != 1
+            or len(self._biased) > 0
+        )
 
-    def _penalised(self, logits: np.ndarray, prompt: np.ndarray, generated: np.ndarray) -> np.ndarray:
+    def _processed(self, logits: np.ndarray, prompt: np.ndarray, generated: np.ndarray) -> np.ndarray:
         params = self._params
         too_short = len(generated) < params.min_new_tokens
-        counted = len(generated) and (params.presence_penalty != 0 or params.frequency_penalty != 0)
+        applies_penalties = len(generated) and (params.presence_penalty != 0 or params.frequency_penalty != 0)
         logits = logits.copy()
         logits[self._biased] += self._bias
         if too_short:
             logits[[token for token in self._stop_token_ids if token < len(logits)]] = -np.inf
         if params.repetition_penalty != 1:
-            seen = np.concatenate((prompt, generated))
-            values = logits[seen]
-            logits[seen] = np.where(values < 0, values * params.repetition_penalty, values / params.repetition_penalty)
-        if counted:
+            tokens_seen = np.concatenate((prompt, generated))
+            values = logits[tokens_seen]
+            logits[tokens_seen] = np.where(
+                values < 0, values * params.repetition_penalty, values / params.repetition_penalty
+            )
+        if applies_penalties:
             tokens, times = np.unique(generated, return_counts=True)
             values = logits[tokens]
             for penalty in (params.presence_penalty, params.frequency_penalty * times):
@@ -151,15 +158,15 @@ def nucleus(weights: np.ndarray, mass: float) -> np.ndarray:
 
     edges = head.compress(bucket == last)
     edges[::-1].sort()
-    place = min(int(edges.cumsum(dtype=np.float64).searchsorted(mass - before, side="right")), len(edges) - 1)
-    inside = weights >= edges[place]
-    surplus = np.count_nonzero(inside) - np.count_nonzero(bucket < last) - (place + 1)
+    index = min(int(edges.cumsum(dtype=np.float64).searchsorted(mass - before, side="right")), len(edges) - 1)
+    inside = weights >= edges[index]
+    surplus = np.count_nonzero(inside) - np.count_nonzero(bucket < last) - (index + 1)
     if surplus:
-        inside[np.flatnonzero(weights == edges[place])[-surplus:]] = False
+        inside[np.flatnonzero(weights == edges[index])[-surplus:]] = False
     return inside
 
 
-def _spread(values: np.ndarray, tokens: np.ndarray, size: int, others: float = 0.0) -> np.ndarray:
-    everywhere = np.full(size, others, np.float32)
-    everywhere[tokens] = values
-    return everywhere
+def _scatter(values: np.ndarray, tokens: np.ndarray, size: int, others: float = 0.0) -> np.ndarray:
+    full = np.full(size, others, np.float32)
+    full[tokens] = values
+    return full

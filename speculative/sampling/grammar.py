@@ -35,16 +35,16 @@ if TYPE_CHECKING:
 KINDS = ("json_schema", "regex", "grammar", "structural_tags_config")
 OTHER_KINDS = ("compound_grammar",)
 OPTIONS = '%llguidance { "no_forcing": true }'  # all tokens that spell the same bytes are allowed, not only the usual
-KEPT, KEPT_TEXTS = 16, 1000  # compiled grammars that nobody uses; tokens of texts
-MOST_SOURCE = 100_000  # characters of a grammar
-MOST_RULES = 500  # of EBNF; the time to compile grows with the square
-MOST_PROPERTIES = 1000  # of an object of a JSON schema, likewise
-MOST_MULTIPLE = 1000  # the least common multiple of all multipleOf: each remainder is a state
-MOST_LEXER_STATES = 20_000  # kept as long as the grammar, 1 to 2 kB each
+KEPT_GRAMMARS, KEPT_TEXTS = 16, 1000  # compiled grammars that nobody uses; tokens of texts
+MAX_SOURCE = 100_000  # characters of a grammar
+MAX_RULES = 500  # of EBNF; the time to compile grows with the square
+MAX_PROPERTIES = 1000  # of an object of a JSON schema, likewise
+MAX_MULTIPLE = 1000  # the least common multiple of all multipleOf: each remainder is a state
+MAX_LEXER_STATES = 20_000  # kept as long as the grammar, 1 to 2 kB each
 LEXER_FUEL = 200_000  # to compile; llguidance's default is 1,000,000, which takes seconds
 STACK = 256 << 20  # bytes: llguidance overflows 8 MB on long chains of rules or references, which ends the process
 _stack_size_lock = threading.Lock()  # the size is that of all new threads of the process
-MOST_ERROR = 200  # characters of an error message
+MAX_ERROR = 200  # characters of an error message
 INSTALL = "structured_output_config needs llguidance; install it: pip install llguidance==1.9.1"
 
 
@@ -68,16 +68,16 @@ class Grammars:
         self._vocab_size = vocab_size
         self._tokenizer: LLTokenizer | None = None
         self._compiled: WeakValueDictionary[str, Grammar] = WeakValueDictionary()
-        self._latest: deque[Grammar] = deque(maxlen=KEPT)  # which are kept, like those of running requests
+        self._latest: deque[Grammar] = deque(maxlen=KEPT_GRAMMARS)  # references that keep them compiled
         self._lock = threading.Lock()
 
     def compile(self, config: StructuredOutputConfig) -> "Grammar":
         """The grammar of `config`. One that is still referenced is not compiled again. Raises ValueError if it is
         invalid or of an unsupported kind, and RuntimeError without llguidance."""
-        kind, source = _only_kind(config)
-        if (length := len(str(source))) > MOST_SOURCE:
+        kind, source = _single_kind(config)
+        if (length := len(str(source))) > MAX_SOURCE:
             raise ValueError(
-                f"structured_output_config.{kind} has {length:,} characters, but may have at most {MOST_SOURCE:,}"
+                f"structured_output_config.{kind} has {length:,} characters, but may have at most {MAX_SOURCE:,}"
             )
         try:
             from llguidance import LLMatcher
@@ -101,16 +101,16 @@ class Grammars:
                 tokens = self._tokens()
                 self._tokenizer, self._encoder = _tokenizer(tokens, self._vocab_size), _Encoder(tokens.encode)
         tokenizer = self._tokenizer
-        limits = LLParserLimits(max_lexer_states=MOST_LEXER_STATES, initial_lexer_fuel=LEXER_FUEL)
+        limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, initial_lexer_fuel=LEXER_FUEL)
         matcher = _on_large_stack(lambda: LLMatcher(tokenizer, text, log_level=0, limits=limits))
         if matcher.is_error():
             raise _invalid(kind, matcher.get_error())
         grammar = Grammar(matcher, self._vocab_size, self._encoder)
         try:
-            begins = grammar.state().mask(np.zeros(0, np.int64))
+            first_mask = grammar.state().mask(np.zeros(0, np.int64))
         except ValueError as error:
             raise _invalid(kind, str(error)) from None
-        if begins is None or (begins.are_allowed and not len(begins.ids)):
+        if first_mask is None or (first_mask.are_allowed and not len(first_mask.ids)):
             raise _invalid(kind, "it allows no text, or none that the model's tokens can spell")
         return grammar
 
@@ -122,7 +122,7 @@ class Grammar:
         self._matcher = matcher
         self.vocab_size = vocab_size
         self.encode = encode
-        self.is_exhausted = False  # a text came to a limit of the lexer, which all texts share
+        self.is_exhausted = False  # whether a text has reached a limit of the lexer, which all texts share
         self._lock = threading.Lock()
 
     def matcher(self) -> "LLMatcher":
@@ -162,46 +162,46 @@ class GrammarState:
         self._matcher = grammar.matcher()
         self._stop = stop
         self._stop_ids = [token for token in stop if token < size]
-        self._never = [token for token in stop | special if token < size]
-        self._text = np.zeros(0, np.int64)  # the last text that is no beginning of the one before
-        self._read = 0  # tokens of it that the matcher has consumed
+        self._never_allowed = [token for token in stop | special if token < size]
+        self._text = np.zeros(0, np.int64)  # the longest recent text; later calls may pass its prefixes
+        self._consumed = 0  # tokens of it that the matcher has consumed
         self._bits = np.zeros((1, size // 32 + 1), np.int32)  # one more than `size`: llguidance's end of text
         self._masks: dict[int, Mask] = {}  # after the first tokens of the text, by their number
 
     def mask(self, generated: np.ndarray) -> Mask | None:
         """The mask of tokens that may follow `generated` (int64 [m]), empty if the vocabulary cannot continue the text;
         None after its end. Raises ValueError if `generated` is not allowed."""
-        self._see(generated)
+        self._drop_stale_masks(generated)
         if len(generated) not in self._masks:
-            if not self._go_to(generated) or self._is_over():
+            if not self._advance(generated) or self._is_over():
                 return None
-            self._masks[len(generated)] = self._compute()
+            self._masks[len(generated)] = self._compute_mask()
         return self._masks[len(generated)]
 
     def allows(self, generated: np.ndarray, token: int) -> bool:
         """Whether `token` may follow `generated`. Computes no mask."""
-        self._see(generated)
+        self._drop_stale_masks(generated)
         if mask := self._masks.get(len(generated)):
             return token in mask
-        if not self._go_to(generated) or self._is_over():
+        if not self._advance(generated) or self._is_over():
             return False
         if token in self._stop:
             return bool(self._matcher.is_accepting())
-        return token not in self._never and self._matcher.validate_tokens([token]) == 1
+        return token not in self._never_allowed and self._matcher.validate_tokens([token]) == 1
 
     def is_over(self, generated: np.ndarray) -> bool:
         """Whether no token can follow `generated`: the grammar is complete, or the last token ends the text."""
-        return not self._go_to(generated) or self._is_over()
+        return not self._advance(generated) or self._is_over()
 
     def forced(self, generated: np.ndarray) -> list[int]:
         """The tokens that follow `generated` if the next bytes are certain, in the tokenizer's encoding. Other tokens
         may spell the same bytes."""
-        if not self._go_to(generated) or self._is_over():
+        if not self._advance(generated) or self._is_over():
             return []
         text = self._matcher.compute_ff_bytes().decode("utf-8", "ignore")
         self._check_limits()
         tokens = self._grammar.encode(text) if text else []
-        usable = next((i for i, token in enumerate(tokens) if token in self._never), len(tokens))
+        usable = next((i for i, token in enumerate(tokens) if token in self._never_allowed), len(tokens))
         return tokens[: self._matcher.validate_tokens(tokens[:usable])] if usable else []
 
     def forget(self, before: int) -> None:
@@ -211,37 +211,37 @@ class GrammarState:
     def _is_over(self) -> bool:
         return bool(self._matcher.is_stopped() and self._matcher.is_accepting())  # otherwise a dead end
 
-    def _see(self, generated: np.ndarray) -> None:
-        """Drop the results for another text than `generated`, after their common prefix."""
+    def _drop_stale_masks(self, generated: np.ndarray) -> None:
+        """Drop the masks computed after the common prefix of `generated` and the text of the previous call."""
         length = min(len(generated), len(self._text))
         differing = np.flatnonzero(generated[:length] != self._text[:length])
-        same = int(differing[0]) if len(differing) else length
-        if same < len(generated):
+        common = int(differing[0]) if len(differing) else length
+        if common < len(generated):
             self._text = generated.copy()
-            self._masks = {length: mask for length, mask in self._masks.items() if length <= same}
-            self._go_back(same)
+            self._masks = {length: mask for length, mask in self._masks.items() if length <= common}
+            self._rollback(common)
 
-    def _go_back(self, length: int) -> None:
+    def _rollback(self, length: int) -> None:
         """Roll the matcher back to the first `length` tokens."""
-        if length < self._read:
-            is_back = self._matcher.rollback(self._read - length)  # not after a dead end
-            self._matcher, self._read = (self._matcher, length) if is_back else (self._grammar.matcher(), 0)
+        if length < self._consumed:
+            rolled_back = self._matcher.rollback(self._consumed - length)  # not after a dead end
+            self._matcher, self._consumed = (self._matcher, length) if rolled_back else (self._grammar.matcher(), 0)
 
-    def _go_to(self, generated: np.ndarray) -> bool:
+    def _advance(self, generated: np.ndarray) -> bool:
         """Advance the matcher to `generated`. False if the text ended before."""
-        self._see(generated)
-        self._go_back(len(generated))
-        rest = generated[self._read :].tolist()
+        self._drop_stale_masks(generated)
+        self._rollback(len(generated))
+        rest = generated[self._consumed :].tolist()
         end = next((i for i, token in enumerate(rest) if token in self._stop), len(rest))
         count = self._matcher.try_consume_tokens(rest[:end]) if end else 0
-        self._read += count
+        self._consumed += count
         if count < end and not self._is_over():
             raise ValueError(
-                self._error() or f"the grammar does not allow token {rest[count]} after {self._read} others"
+                self._error() or f"the grammar does not allow token {rest[count]} after {self._consumed} others"
             )
-        return self._read == len(generated)
+        return self._consumed == len(generated)
 
-    def _compute(self) -> Mask:
+    def _compute_mask(self) -> Mask:
         matcher, bits = self._matcher, self._bits
         accepting = matcher.is_accepting()
         matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
@@ -250,7 +250,7 @@ class GrammarState:
         self._check_limits()
         size = self._grammar.vocab_size
         allowed = np.unpackbits(bits.view(np.uint8)[0], count=size, bitorder="little").view(bool)
-        allowed[self._never] = False
+        allowed[self._never_allowed] = False
         allowed[self._stop_ids] = accepting
         return Mask.of(allowed)
 
@@ -276,16 +276,16 @@ class _Encoder:
     def __init__(self, encode: Callable[[str], np.ndarray]):
         self._encode = encode
         self._newline = encode("\n").tolist()
-        self._known: dict[str, list[int]] = {}
+        self._encoded: dict[str, list[int]] = {}
 
     def __call__(self, text: str) -> list[int]:
-        if text not in self._known:
-            if len(self._known) >= KEPT_TEXTS:
-                self._known.clear()
+        if text not in self._encoded:
+            if len(self._encoded) >= KEPT_TEXTS:
+                self._encoded.clear()
             tokens, begin = self._encode(f"\n{text}").tolist(), len(self._newline)
-            is_whole = tokens[:begin] == self._newline
-            self._known[text] = tokens[begin:] if is_whole else self._encode(text).tolist()
-        return self._known[text]
+            has_newline = tokens[:begin] == self._newline
+            self._encoded[text] = tokens[begin:] if has_newline else self._encode(text).tolist()
+        return self._encoded[text]
 
 
 class _Tokenizer:
@@ -311,17 +311,17 @@ def _tokenizer(tokens: Tokens, vocab_size: int) -> "LLTokenizer":
     return LLTokenizer(TokenizerWrapper(_Tokenizer(tokens, vocab_size)))
 
 
-def _only_kind(config: StructuredOutputConfig) -> tuple[str, Any]:
+def _single_kind(config: StructuredOutputConfig) -> tuple[str, Any]:
     """The kind of grammar in `config`, and the grammar."""
     for kind in OTHER_KINDS:
         if getattr(config, kind):
             raise ValueError(f"structured_output_config.{kind} is not supported here: use {', '.join(KINDS)}")
-    given = [kind for kind in KINDS if getattr(config, kind) is not None]
-    if len(given) != 1:
+    kinds = [kind for kind in KINDS if getattr(config, kind) is not None]
+    if len(kinds) != 1:
         raise ValueError(
-            f"structured_output_config has {' and '.join(given) or 'no grammar'}, but needs one of {', '.join(KINDS)}"
+            f"structured_output_config has {' and '.join(kinds) or 'no grammar'}, but needs one of {', '.join(KINDS)}"
         )
-    return given[0], getattr(config, given[0])
+    return kinds[0], getattr(config, kinds[0])
 
 
 def _lark(kind: str, source: Any) -> str:
@@ -337,8 +337,8 @@ def _lark(kind: str, source: Any) -> str:
         schemas: list[str] = []
         start = _tag(source, schemas)
         return "\n".join([f"start: {start}", *(f"json_{i}: %json {schema}" for i, schema in enumerate(schemas))])
-    if (rules := source.count("::=")) > MOST_RULES:
-        raise ValueError(f"it has {rules:,} rules, but may have at most {MOST_RULES:,}")
+    if (rules := source.count("::=")) > MAX_RULES:
+        raise ValueError(f"it has {rules:,} rules, but may have at most {MAX_RULES:,}")
     try:
         return gbnf_to_lark(source)
     except Exception as error:  # llguidance raises no other
@@ -354,15 +354,15 @@ def _tag(tag: Any, schemas: list[str]) -> str:
         schemas.append(json.dumps(_schema(tag.value)))
         return f"json_{len(schemas) - 1}"
     if isinstance(tag, kinds.Concat):
-        return f"({' '.join(_tag(one, schemas) for one in tag.elements)})"
+        return f"({' '.join(_tag(element, schemas) for element in tag.elements)})"
     if isinstance(tag, kinds.Union):
-        return f"({' | '.join(_tag(one, schemas) for one in tag.elements)})"
+        return f"({' | '.join(_tag(element, schemas) for element in tag.elements)})"
     if isinstance(tag, kinds.Tag):
         return f"({_literal(tag.begin)} {_tag(tag.content, schemas)} {_literal(tag.end)})"
     if isinstance(tag, kinds.TagsWithSeparator):
-        one = f"({' | '.join(_tag(one, schemas) for one in tag.tags)})"
-        more = "" if tag.stop_after_first else f" ({_literal(tag.separator)} {one})*"
-        return f"({one}{more}){'' if tag.at_least_one else '?'}"
+        element = f"({' | '.join(_tag(element, schemas) for element in tag.tags)})"
+        more = "" if tag.stop_after_first else f" ({_literal(tag.separator)} {element})*"
+        return f"({element}{more}){'' if tag.at_least_one else '?'}"
     raise ValueError(f"{type(tag).__name__} is not supported")
 
 
@@ -378,8 +378,8 @@ def _schema(source: str) -> object:
         number, properties = part.get("multipleOf"), part.get("properties")
         if isinstance(number, (int, float)) and number > 0:
             multiples.append(Fraction(repr(+number)))
-        if isinstance(properties, dict) and len(properties) > MOST_PROPERTIES:
-            raise ValueError(f"an object has {len(properties):,} properties, but may have at most {MOST_PROPERTIES:,}")
+        if isinstance(properties, dict) and len(properties) > MAX_PROPERTIES:
+            raise ValueError(f"an object has {len(properties):,} properties, but may have at most {MAX_PROPERTIES:,}")
         return part
 
     try:
@@ -388,17 +388,17 @@ def _schema(source: str) -> object:
         raise ValueError("it is nested too deeply") from None
     scale = math.lcm(*(number.denominator for number in multiples))
     common = math.lcm(*(int(number * scale) for number in multiples))
-    if common > MOST_MULTIPLE:
-        raise ValueError(f"the least common multiple of all multipleOf is above {MOST_MULTIPLE:,} of their digits")
+    if common > MAX_MULTIPLE:
+        raise ValueError(f"the least common multiple of all multipleOf is above {MAX_MULTIPLE:,} of their digits")
     return schema
 
 
-def _on_large_stack(make: Callable[[], "LLMatcher"]) -> "LLMatcher":
+def _on_large_stack(build: Callable[[], "LLMatcher"]) -> "LLMatcher":
     with _stack_size_lock:
         before = threading.stack_size(STACK)
         try:
             with ThreadPoolExecutor(1) as pool:
-                return pool.submit(make).result()
+                return pool.submit(build).result()
         finally:
             threading.stack_size(before)
 
@@ -410,4 +410,4 @@ def _invalid(kind: str, message: str) -> ValueError:
 def _first_sentence(message: str) -> str:
     """The message in one line, without the parser state and grammar that llguidance appends."""
     message = re.sub(r"^at \d+\(\d+\): |failed to compile JSON schema: ", "", message.split("<state>")[0])
-    return one_line(ValueError(re.split(r"\n +1 \| ", message)[0]))[:MOST_ERROR]
+    return one_line(ValueError(re.split(r"\n +1 \| ", message)[0]))[:MAX_ERROR]

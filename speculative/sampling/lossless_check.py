@@ -23,7 +23,7 @@ OTHER = -1
 """Stands for all next tokens that are too rare to be listed individually."""
 
 EXPECTED = 10  # least expected draws in a cell of the chi-square test; rarer cells are merged
-MOST_PREFIXES = 20_000  # most prefixes whose next-token distribution is computed
+MAX_PREFIXES = 20_000  # most prefixes whose next-token distribution is computed
 
 Cells = dict[tuple[int, ...], float]
 """Probabilities of mutually exclusive sequences, which sum to 1. A sequence that ends in OTHER stands for all with that
@@ -81,15 +81,15 @@ def exact_joint(
     Raises ValueError if more than 20,000 calls to `next_token` would be needed.
     """
     cells: Cells = {}
-    going_on: Cells = {(): 1.0}
+    unfinished: Cells = {(): 1.0}
     for _ in range(length):
-        if len(going_on) > MOST_PREFIXES:
+        if len(unfinished) > MAX_PREFIXES:
             raise ValueError(
-                f"{len(going_on)} prefixes would have to be computed, more than {MOST_PREFIXES}: "
+                f"{len(unfinished)} prefixes would have to be computed, more than {MAX_PREFIXES}: "
                 "use fewer tokens, a smaller top_k or top_p, or a coarser resolution"
             )
         longer: Cells = {}
-        for prefix, probability in going_on.items():
+        for prefix, probability in unfinished.items():
             p = np.asarray(next_token(prefix), np.float64)
             joint = p * (probability / p.sum())
             is_listed = (joint > 0) & (joint >= resolution)
@@ -100,8 +100,8 @@ def exact_joint(
             if not is_listed.all():
                 others = (*prefix, OTHER)
                 cells[others] = float(joint[~is_listed].sum())
-        going_on = longer
-    return cells | going_on
+        unfinished = longer
+    return cells | unfinished
 
 
 def cell_of(tokens: Iterable[int], cells: Cells) -> tuple[int, ...]:
@@ -117,16 +117,16 @@ def compare(drawn: Collection[Iterable[int]], cells: Cells) -> Comparison:
     """Compare sampled sequences with the exact distribution, at the same length. There must be at least one."""
     counts = Counter(cell_of(tokens, cells) for tokens in drawn)
     probabilities = np.array(list(cells.values()))
-    seen = np.array([counts[cell] for cell in cells])
-    draws = int(seen.sum())
-    impossible = int(seen[probabilities == 0].sum())
+    observed = np.array([counts[cell] for cell in cells])
+    draws = int(observed.sum())
+    impossible = int(observed[probabilities == 0].sum())
     return Comparison(
         draws=draws,
         cells=len(cells),
-        total_variation=float(np.abs(seen / draws - probabilities).sum() / 2),
+        total_variation=float(np.abs(observed / draws - probabilities).sum() / 2),
         noise=expected_total_variation(probabilities, draws),
         impossible=impossible,
-        p_value=0.0 if impossible else chi_square_p_value(seen, probabilities),
+        p_value=0.0 if impossible else chi_square_p_value(observed, probabilities),
     )
 
 
@@ -145,15 +145,15 @@ def expected_total_variation(probabilities: np.ndarray, draws: int) -> float:
     return total / draws / 2
 
 
-def chi_square_p_value(seen: np.ndarray, probabilities: np.ndarray) -> float:
-    """The p-value of Pearson's chi-square test that the counts `seen` [n] are draws from `probabilities` [n].
+def chi_square_p_value(observed: np.ndarray, probabilities: np.ndarray) -> float:
+    """The p-value of Pearson's chi-square test that the counts `observed` [n] are draws from `probabilities` [n].
 
     The rarest cells are merged until each has 10 expected draws, which the chi-square approximation needs.
     """
-    order, starts = _cells_of_test(probabilities, int(seen.sum()))
-    seen, expected = seen[order], probabilities[order] * seen.sum()
-    seen, expected = np.add.reduceat(seen, starts), np.add.reduceat(expected, starts)
-    statistic = float(((seen - expected) ** 2 / expected).sum())
+    order, starts = _cells_of_test(probabilities, int(observed.sum()))
+    observed, expected = observed[order], probabilities[order] * observed.sum()
+    observed, expected = np.add.reduceat(observed, starts), np.add.reduceat(expected, starts)
+    statistic = float(((observed - expected) ** 2 / expected).sum())
     return _chi_square_above(statistic, len(expected) - 1)
 
 
@@ -177,9 +177,9 @@ def _cells_of_test(probabilities: np.ndarray, draws: int) -> tuple[np.ndarray, n
     """The cells [n] by descending probability, and where each cell of the test begins in that order."""
     order = np.argsort(-probabilities)
     expected = probabilities[order] * draws
-    rest = expected[::-1].cumsum()[::-1]  # a cell and all rarer ones
-    kept = max(1, int(np.count_nonzero((expected >= EXPECTED) & (rest - expected >= EXPECTED))))
-    return order, np.arange(kept + 1) if kept < len(expected) else np.arange(kept)
+    at_most = expected[::-1].cumsum()[::-1]  # a cell and all rarer ones
+    separate = max(1, int(np.count_nonzero((expected >= EXPECTED) & (at_most - expected >= EXPECTED))))
+    return order, np.arange(separate + 1) if separate < len(expected) else np.arange(separate)
 
 
 def _smallest(holds: Callable[[float], bool]) -> float:

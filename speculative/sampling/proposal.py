@@ -7,9 +7,9 @@ from speculative.sampling.rejection_sampling import Probabilities
 
 
 class Leaf(NamedTuple):
-    """An alternative `token` to the draft token at `place` of the draft (0: the first one)."""
+    """An alternative `token` to the draft token at `position` of the draft (0: the first one)."""
 
-    place: int
+    position: int
     token: int
 
 

@@ -58,8 +58,8 @@ class Sparse:
         self.size = size
 
     def __getitem__(self, token: int) -> float:
-        place = int(self.tokens.searchsorted(token))
-        return float(self.probabilities[place]) if place < len(self.tokens) and self.tokens[place] == token else 0.0
+        index = int(self.tokens.searchsorted(token))
+        return float(self.probabilities[index]) if index < len(self.tokens) and self.tokens[index] == token else 0.0
 
     def __len__(self) -> int:
         return self.size
@@ -98,9 +98,11 @@ def draw(probabilities: Probabilities, random: np.random.Generator) -> int:
     position = random.random() * blocks[-1]
     block = int(blocks.searchsorted(position, side="right"))
     before = blocks[block - 1] if block else 0.0
-    inside = probabilities[block * BLOCK : (block + 1) * BLOCK].cumsum(dtype=np.float64)
+    cumulative = probabilities[block * BLOCK : (block + 1) * BLOCK].cumsum(dtype=np.float64)
     # A float32 block sum may exceed the sum of its tokens: then take the block's last token of probability above 0.
-    token = min(inside.searchsorted(position - before, side="right"), inside.searchsorted(inside[-1], side="left"))
+    token = min(
+        cumulative.searchsorted(position - before, side="right"), cumulative.searchsorted(cumulative[-1], side="left")
+    )
     return block * BLOCK + int(token)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import openvino_genai
 
-KEPT = 16  # tokens decoded again as context for the next ones (spaces, bytes of one character)
+CONTEXT_TOKENS = 16  # tokens decoded again as context for the next ones (spaces, bytes of one character)
 UNCERTAIN = re.compile(r" (?:'[rv]?|n'?)?$")  # an end of a text that a clean-up may change when more text follows
 
 
@@ -17,11 +17,10 @@ def cleans_up(tokenizer: openvino_genai.Tokenizer) -> bool:
 class IncrementalDetokenizer:
     """Converts a growing list of tokens to text.
 
-    `text` is the whole text so far. `stopped` is set once a stop string is complete; the text then ends before the
-    stop string or, with `include_stop`, after it. `cleans_up` says whether `decode` does. The text is that behind the
-    tokens of `context`, because SentencePiece leaves out the space before the first token that it decodes. A `decode`
-    that cleans up gets none, as it would change their end.
-    """
+    `text` is the whole text so far. `stopped` is set once a stop string is complete; the text then ends before the stop
+    string or, with `include_stop`, after it. `cleans_up`: whether `decode` cleans up spaces (see the function of that
+    name). The text is that behind the tokens of `context`, because SentencePiece leaves out the space before the first
+    token that it decodes. A `decode` that cleans up gets none, as it would change their end."""
 
     def __init__(
         self,
@@ -37,10 +36,11 @@ class IncrementalDetokenizer:
         self._matches = [_Match(stop) for stop in self._stops]
         self._matched = 0  # characters of `text` that `_matches` have seen
         self._include_stop = include_stop
-        self._ids = [] if cleans_up else [*context][-KEPT:]
-        self._begin, self._done = 0, len(self._ids)  # first token decoded again, end of the tokens decoded so far
-        self._taken = len(decode(self._ids)) if self._ids else 0  # characters from token _begin not to add to `text`
-        self._returned = 0  # characters returned so far
+        self._ids = [] if cleans_up else [*context][-CONTEXT_TOKENS:]
+        self._begin, self._decoded = 0, len(self._ids)  # first token decoded again, end of the tokens decoded so far
+        # characters of the text of the tokens from `_begin` on that `text` already has
+        self._known_chars = len(decode(self._ids)) if self._ids else 0
+        self._emitted = 0  # characters returned so far
         self.text = ""
         self.stopped = False
 
@@ -52,43 +52,44 @@ class IncrementalDetokenizer:
         if not self._stops:  # all at once: decoding takes about 0.1 ms
             self._ids += tokens
             self._extend(last=False)
-            return self._say(len(self.text)), len(tokens)
+            return self._emit(len(self.text)), len(tokens)
         for used, token in enumerate(tokens, start=1):
             self._ids.append(token)
             self._extend(last=False)
             if self.stopped:
-                return self._say(len(self.text)), used
-        return self._say(len(self.text) - self._held_back()), len(tokens)
+                return self._emit(len(self.text)), used
+        return self._emit(len(self.text) - self._held_back()), len(tokens)
 
     def end(self) -> str:
         """Return the text held back, at the end of the tokens."""
         if not self.stopped:
             self._extend(last=True)
-        return self._say(len(self.text))
+        return self._emit(len(self.text))
 
     def _extend(self, last: bool) -> None:
-        both = self._decode(self._ids[self._begin :])
-        if both.endswith("\ufffd") and not last:  # the bytes of a character that more tokens will complete
+        decoded = self._decode(self._ids[self._begin :])
+        if decoded.endswith("\ufffd") and not last:  # the bytes of a character that more tokens will complete
             return
-        uncertain = UNCERTAIN.search(both) if self._cleans_up and not last else None
-        certain = max(uncertain.start(), self._taken) if uncertain else len(both)  # a clean-up may have shortened it
+        uncertain = UNCERTAIN.search(decoded) if self._cleans_up and not last else None
+        # a clean-up may have shortened it
+        final = max(uncertain.start(), self._known_chars) if uncertain else len(decoded)
         searched = len(self.text)
-        self.text += both[self._taken : certain]
-        window = self._decode(self._ids[self._done :]) if len(self._ids) - self._begin > KEPT else ""
-        moves = not self._cleans_up or (both.endswith(window) and not uncertain and not UNCERTAIN.search(window))
-        if window and moves:
-            self._begin, self._taken = self._done, len(window)
+        self.text += decoded[self._known_chars : final]
+        window = self._decode(self._ids[self._decoded :]) if len(self._ids) - self._begin > CONTEXT_TOKENS else ""
+        can_move = not self._cleans_up or (decoded.endswith(window) and not uncertain and not UNCERTAIN.search(window))
+        if window and can_move:
+            self._begin, self._known_chars = self._decoded, len(window)
         else:
-            self._taken = certain
-        self._done = len(self._ids)
-        self._stop_at_first(searched)
+            self._known_chars = final
+        self._decoded = len(self._ids)
+        self._cut_at_stop(searched)
 
-    def _stop_at_first(self, searched: int) -> None:
+    def _cut_at_stop(self, searched: int) -> None:
         begins = ((self.text.find(stop, max(0, searched - len(stop) + 1)), stop) for stop in self._stops)
-        found = [(at, stop) for at, stop in begins if at >= 0]
-        if found:
-            at, stop = min(found)
-            self.text = self.text[: at + len(stop) * self._include_stop]
+        matches = [(position, stop) for position, stop in begins if position >= 0]
+        if matches:
+            position, stop = min(matches)
+            self.text = self.text[: position + len(stop) * self._include_stop]
             self.stopped = True
 
     def _held_back(self) -> int:
@@ -97,9 +98,9 @@ class IncrementalDetokenizer:
         self._matched = len(self.text)
         return max(match.extend(new) for match in self._matches)
 
-    def _say(self, until: int) -> str:
-        new = self.text[self._returned : until]
-        self._returned = until
+    def _emit(self, until: int) -> str:
+        new = self.text[self._emitted : until]
+        self._emitted = until
         return new
 
 

@@ -22,24 +22,25 @@ class MaskThread:
         self._pool: ThreadPoolExecutor | None = None
 
     @contextmanager
-    def computing(self, texts: Iterable[Sequence]) -> Iterator[None]:
-        """Compute all masks that `Sequence.verify` may need. No other method of `texts` may be called in this context.
+    def computing(self, sequences: Iterable[Sequence]) -> Iterator[None]:
+        """Compute all masks that `Sequence.verify` may need. No other method of `sequences` may be called in this
+        context.
 
-        An error is left to `verify`, which comes to it again if it needs that mask.
+        Errors are ignored here: `verify` meets them again if it needs that mask.
         """
-        constrained = [text for text in texts if text.has_grammar]
-        if not constrained:
+        with_grammar = [sequence for sequence in sequences if sequence.has_grammar]
+        if not with_grammar:
             yield
             return
         self._pool = self._pool or ThreadPoolExecutor(1, "masks")
-        work = self._pool.submit(_compute, constrained)
+        future = self._pool.submit(_compute, with_grammar)
         try:
             yield
         finally:
-            work.result()
+            future.result()
 
 
-def _compute(texts: list[Sequence]) -> None:
-    for text in texts:
+def _compute(sequences: list[Sequence]) -> None:
+    for sequence in sequences:
         with suppress(Exception):
-            text.compute_masks()
+            sequence.compute_masks()

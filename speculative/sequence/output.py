@@ -9,13 +9,12 @@ from speculative.sequence.result import GenerationResult, Step
 
 
 class OutputProcessor:
-    """Collects steps: `result` grows with each `take` and is complete after `end`.
+    """Collects steps: `result` grows with each `add_step` and is complete after `end`.
 
     `decode` turns token ids into text, and `cleans_up` is that of the tokenizer (`detokenizer.cleans_up`); None without
-    a tokenizer, and then there is no text. With `piecewise`, `take` returns text to stream. The text is that behind the
-    tokens of `context`. With `hides_stop_token`, the stop token at the end has no text, unless the text may end with a
-    stop string. Times are measured from `begin` (a time.perf_counter() value, by default now).
-    """
+    a tokenizer, and then there is no text. With `piecewise`, `add_step` returns text to stream. The text is that behind
+    the tokens of `context`. With `hides_stop_token`, the stop token at the end has no text, unless the text may end
+    with a stop string. Times are measured from `begin` (a time.perf_counter() value, by default now)."""
 
     def __init__(
         self,
@@ -40,15 +39,15 @@ class OutputProcessor:
             )
         self._begin = time.perf_counter() if begin is None else begin
 
-    def take(self, step: Step) -> tuple[list[int], str]:
+    def add_step(self, step: Step) -> tuple[list[int], str]:
         """Add a step; return the tokens that belong to the text, up to the end of a stop string, and the text that is
         final now. Sets `finish_reason` to "stop" at a stop token, a stop string or the end of a grammar."""
-        shown = self._shown(step.tokens)
-        piece, used = self._text.push(shown) if self._text else ("", len(shown))
+        text_tokens = self._text_tokens(step.tokens)
+        piece, used = self._text.push(text_tokens) if self._text else ("", len(text_tokens))
         if not (self._text and self._text.stopped):
             used = len(step.tokens)
-        result, gained = self.result, step.tokens[:used]
-        result.tokens += gained
+        result, new_tokens = self.result, step.tokens[:used]
+        result.tokens += new_tokens
         result.logprobs += step.logprobs[:used]
         result.from_draft += [i < step.accepted for i in range(used)]
         result.seconds = time.perf_counter() - self._begin
@@ -58,10 +57,10 @@ class OutputProcessor:
             result.gained.append(used)
         else:
             result.ttft = result.seconds
-        self._note_stop()
-        if result.is_cut or gained[-1] in self._stop_token_ids or step.is_complete:
+        self._update_is_cut()
+        if result.is_cut or new_tokens[-1] in self._stop_token_ids or step.is_complete:
             result.finish_reason = "stop"
-        return gained, piece
+        return new_tokens, piece
 
     def end(self) -> str:
         """Complete the result and return the rest of the text."""
@@ -69,16 +68,16 @@ class OutputProcessor:
         if self._text:
             rest = self._text.end()
             self.result.text = self._text.text
-            self._note_stop()
+            self._update_is_cut()
             if self.result.is_cut and self.result.finish_reason == "length":
                 self.result.finish_reason = "stop"
         elif self._decode:
-            self.result.text = self._decode(self._shown(self.result.tokens))
+            self.result.text = self._decode(self._text_tokens(self.result.tokens))
         return rest
 
-    def _shown(self, tokens: list[int]) -> list[int]:
-        """The tokens of which the text is."""
+    def _text_tokens(self, tokens: list[int]) -> list[int]:
+        """The tokens without a stop token that has no text."""
         return tokens[:-1] if self._hides_stop_token and tokens[-1] in self._stop_token_ids else tokens
 
-    def _note_stop(self) -> None:
+    def _update_is_cut(self) -> None:
         self.result.is_cut = self._text is not None and self._text.stopped

@@ -8,7 +8,7 @@ from openvino_genai import ChatHistory, GenerationConfig
 
 Prompt: TypeAlias = str | ChatHistory | list | np.ndarray
 """A text (the chat template is applied if there is one), a chat history (list of dict or ChatHistory), or token ids."""
-MORE = " one two three four"  # of which no tokenizer makes less than a token, behind any text
+EXTRA_TEXT = " one two three four"  # of which no tokenizer makes less than a token, behind any text
 
 
 class TextTooLong(ValueError):
@@ -39,10 +39,11 @@ def encode(
 def encode_text(text: str, tokenizer: openvino_genai.Tokenizer, add_special_tokens: bool = True) -> np.ndarray:
     """The text's token ids int64 [n]. Raises TextTooLong where the tokenizer's IR has a limit, as GenAI's GGUF reader
     sets one: it keeps the last tokens only, and says so nowhere."""
-    ids, longer = (
-        tokenizer.encode(one, add_special_tokens=add_special_tokens).input_ids.data[0] for one in (text, text + MORE)
+    ids, extended = (
+        tokenizer.encode(part, add_special_tokens=add_special_tokens).input_ids.data[0]
+        for part in (text, text + EXTRA_TEXT)
     )
-    if len(ids) == len(longer):
+    if len(ids) == len(extended):
         raise TextTooLong(
             f"the text has {len(ids)} tokens or more, but the model's tokenizer keeps only so many: shorten the text, "
             "or convert the model again"

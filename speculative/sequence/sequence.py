@@ -20,13 +20,13 @@ from speculative.sampling.rejection_sampling import OneHot, Probabilities, draw,
 from speculative.sequence.result import Step
 
 PROMPT_LOGITS = 64  # of a prompt, in one forward pass: bounds the memory, 40 MB for a vocabulary of 150,000
-MOST_FORCED = 32  # draft tokens that the grammar forces, in one forward pass
+MAX_FORCED = 32  # draft tokens that the grammar forces, in one forward pass
 
 
 class AcceptedLeaf(NamedTuple):
-    """The accepted leaf `token` at `place` in the sequence, which is number `leaf` of the leaves."""
+    """The accepted leaf `token` at `position` in the sequence, which is number `leaf` of the leaves."""
 
-    place: int
+    position: int
     token: int
     leaf: int
 
@@ -59,7 +59,7 @@ class Sequence:
         self.leaves: list[Leaf] = []  # of the draft tree
         self.accepted_leaf: AcceptedLeaf | None = None  # by the last `verify`
         self.forced = 0  # draft tokens that the grammar forces
-        self._most_forced = MOST_FORCED // 4  # in the next forward pass; less after one that was rejected
+        self._max_forced = MAX_FORCED // 4  # in the next forward pass; less after one that was rejected
         self.is_finished = False
         self._vocab_size = vocab_size
 
@@ -95,18 +95,18 @@ class Sequence:
         return self.n == self.num_prompt_tokens
 
     @property
-    def reads_prompt(self) -> bool:
-        """Whether `read_prompt` must be called, before anything else."""
+    def needs_prompt_logprobs(self) -> bool:
+        """Whether `add_prompt_logprobs` must be called, before anything else."""
         return self.params.prompt_logprobs > 0 and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
 
     @property
     def prompt_part(self) -> tuple[np.ndarray, int]:
-        """The tokens whose last logits `read_prompt` needs, and the number of logits."""
+        """The tokens whose last logits `add_prompt_logprobs` needs, and the number of logits."""
         start = len(self.prompt_logprobs)
         end = min(start + PROMPT_LOGITS, self.num_prompt_tokens - 1)
         return self._tokens[:end], end - start
 
-    def read_prompt(self, logits: np.ndarray) -> None:
+    def add_prompt_logprobs(self, logits: np.ndarray) -> None:
         """Compute log-probabilities of the prompt from its next `logits` float32 [n, V]."""
         begin = len(self.prompt_logprobs) + 1
         tokens = self._tokens[begin : begin + len(logits)].tolist()
@@ -137,7 +137,7 @@ class Sequence:
         prompt, generated = tokens[: self.num_prompt_tokens], tokens[self.num_prompt_tokens :]
         return self._transform(logits, prompt, generated, targets, self._vocab_size)
 
-    def allowed(self, proposal: Proposal | None) -> Proposal | None:
+    def if_allowed(self, proposal: Proposal | None) -> Proposal | None:
         """The proposal of the next token, None if the grammar forbids it."""
         if proposal and self._grammar and not self._grammar.allows(self._generated, proposal.token):
             return None
@@ -149,7 +149,7 @@ class Sequence:
         self._q.append(proposal.q)
 
     @property
-    def takes_leaves(self) -> bool:
+    def supports_leaves(self) -> bool:
         """Whether the draft may have leaves: not with a grammar, whose masks for them would take time."""
         return self._grammar is None
 
@@ -158,9 +158,9 @@ class Sequence:
         self.leaves = [leaf for leaf in leaves if leaf.token not in self.params.stop_token_ids]
 
     @property
-    def placed_leaves(self) -> list[tuple[int, int]]:
+    def leaf_positions(self) -> list[tuple[int, int]]:
         """The leaves with their places in `token_ids`."""
-        return [(self.n + leaf.place, leaf.token) for leaf in self.leaves]
+        return [(self.n + leaf.position, leaf.token) for leaf in self.leaves]
 
     def draft_forced(self) -> bool:
         """Draft the tokens whose bytes the grammar forces. Returns whether there are any. They are verified as any
@@ -168,7 +168,7 @@ class Sequence:
         count = self.drafted
         for token in self._grammar.forced(self._generated) if self._grammar and self.can_draft else ():
             proposal = Proposal(token, OneHot(token, self._vocab_size), lambda: 1.0)
-            if not self.can_draft or self.forced >= self._most_forced:
+            if not self.can_draft or self.forced >= self._max_forced:
                 break
             self.draft(proposal)
             self.forced += 1
@@ -195,35 +195,37 @@ class Sequence:
         accepted, token = verify(
             drafted, self._q, lambda i: self.distribution(logits[i], self._tokens[: self.n + i]), self.random
         )
-        gained = [*drafted[:accepted], token]
+        new_tokens = [*drafted[:accepted], token]
         rows, leaves = list(range(accepted + 1)), len(self.leaves)  # rows: of the logits that gave the new tokens
         self.accepted_leaf = None
         if (leaf := Leaf(accepted, token)) in self.leaves:
-            index, place = self.leaves.index(leaf), self.n + accepted
-            self.accepted_leaf = AcceptedLeaf(place, token, index)
-            self._tokens[place] = token
-            rows.append(len(drafted) + 1 + index)
-            gained.append(draw(self.distribution(logits[rows[-1]], self._tokens[: place + 1]), self.random))
+            leaf_index, position = self.leaves.index(leaf), self.n + accepted
+            self.accepted_leaf = AcceptedLeaf(position, token, leaf_index)
+            self._tokens[position] = token
+            rows.append(len(drafted) + 1 + leaf_index)
+            new_tokens.append(draw(self.distribution(logits[rows[-1]], self._tokens[: position + 1]), self.random))
             accepted += 1
-        more, less = min(2 * self._most_forced, MOST_FORCED), min(accepted + 3, self._most_forced)
-        self._most_forced = less if self.forced and accepted < len(drafted) else more
+        larger, smaller = min(2 * self._max_forced, MAX_FORCED), min(accepted + 3, self._max_forced)
+        self._max_forced = smaller if self.forced and accepted < len(drafted) else larger
         self.drop_draft()
         if (
             self._grammar
             and accepted
             and self._grammar.is_over(self._tokens[self.num_prompt_tokens : self.n + accepted])
         ):
-            gained = drafted[:accepted]  # nothing follows
-        end = next((i for i, token in enumerate(gained) if token in self.params.stop_token_ids), None)
+            new_tokens = drafted[:accepted]  # nothing follows
+        end = next((i for i, token in enumerate(new_tokens) if token in self.params.stop_token_ids), None)
         if end is not None:  # tokens after an accepted stop token are not part of the output
-            gained = gained[: end + 1]
-        self._tokens[self.n : self.n + len(gained)] = gained
-        self.n += len(gained)
+            new_tokens = new_tokens[: end + 1]
+        self._tokens[self.n : self.n + len(new_tokens)] = new_tokens
+        self.n += len(new_tokens)
         is_complete = end is None and self._grammar is not None and self._grammar.is_over(self._generated)
         if self._grammar:
             self._grammar.forget(before=self.n - self.num_prompt_tokens)
         self.is_finished = end is not None or is_complete or self.n == self.max_length
         logprobs: tuple[TokenLogprobs, ...] = ()
         if top := self.params.logprobs:
-            logprobs = tuple(token_logprobs(logits[row], token, top) for row, token in zip(rows, gained, strict=False))
-        return Step(gained, accepted, len(drafted), is_complete, logprobs, leaves, self.accepted_leaf is not None)
+            logprobs = tuple(
+                token_logprobs(logits[row], token, top) for row, token in zip(rows, new_tokens, strict=False)
+            )
+        return Step(new_tokens, accepted, len(drafted), is_complete, logprobs, leaves, self.accepted_leaf is not None)

@@ -29,7 +29,7 @@ from speculative.serving.http import tracing
 from speculative.serving.http.middleware import digest
 from speculative.serving.settings import API_KEY_VARIABLE, LARGEST, Limits, Pair, Settings
 
-FORMER = {"--max-num-seqs": ["--max-running"], "--max-queue": ["--max-waiting"]}
+FORMER_OPTIONS = {"--max-num-seqs": ["--max-running"], "--max-queue": ["--max-waiting"]}
 ORIGIN = re.compile(r"\*|https?://[a-z0-9.:\[\]-]+")
 _above_zero = decimal(lambda value: 0 < value < 1e6, "above 0")
 
@@ -61,7 +61,7 @@ def parse(description: str, arguments: Sequence[str] | None = None) -> Settings:
         pair=_pair(args),
         limits=Limits(args.max_prompt_tokens, args.max_output_tokens, args.max_num_seqs, args.max_queue, args.timeout),
         keys=keys,
-        resources=dict(args.resource) or resources.taken_by(args.device, args.draft_device if args.draft else ""),
+        resources=dict(args.resource) or resources.required_by(args.device, args.draft_device if args.draft else ""),
         host=args.host,
         port=args.port,
         address=args.address,
@@ -116,7 +116,7 @@ def _add_http_arguments(http: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
 
 
-def _add_limits(limits: argparse._ArgumentGroup) -> None:
+def _add_limits(group: argparse._ArgumentGroup) -> None:
     for name, default, meaning in (
         ("--max-prompt-tokens", Limits.max_prompt_tokens, "maximum prompt length (default: limited by the context)"),
         (
@@ -132,21 +132,21 @@ def _add_limits(limits: argparse._ArgumentGroup) -> None:
         ),
         ("--cache-tokens", Pair.cache_tokens, "KV-cache size in tokens, for all texts together (default: %(default)s)"),
     ):
-        limit = limits.add_argument(name, type=whole_number(1, LARGEST), default=default, metavar="N", help=meaning)
-        former_options.accept(limits, limit, *FORMER.get(name, ()))
-    limits.add_argument(
+        argument = group.add_argument(name, type=whole_number(1, LARGEST), default=default, metavar="N", help=meaning)
+        former_options.accept(group, argument, *FORMER_OPTIONS.get(name, ()))
+    group.add_argument(
         "--no-prefix-cache", dest="prefix_cache", action="store_false",
         help="do not cache prompt prefixes (default: shared between requests of the same API key and "
         "prompt_cache_key)",
     )  # fmt: skip
-    limits.add_argument(
+    group.add_argument(
         "--timeout",
         type=_above_zero,
         default=Limits.timeout,
         metavar="SECONDS",
         help="time limit per request (default: %(default)g)",
     )
-    limits.add_argument(
+    group.add_argument(
         "--drain", type=_above_zero, default=Settings.drain, metavar="SECONDS",
         help="time for finishing running requests when the server is stopped (default: %(default)g)",
     )  # fmt: skip
@@ -214,7 +214,7 @@ def _check_models(args: argparse.Namespace) -> None:
 
 
 def _check_access(args: argparse.Namespace, keys: frozenset[bytes] | None) -> None:
-    """Refuse to serve a network without an API key unless --insecure says so."""
+    """End the program if it would listen on a network address without an API key, unless with --insecure."""
     if not keys and not is_loopback(args.host):
         open_to_all = f"anyone who can reach {args.host} can use this server, as there is no API key"
         if not args.insecure:
@@ -255,7 +255,7 @@ def _keys(file: Path | None) -> frozenset[bytes] | None:
 def is_loopback(host: str) -> bool:
     """Whether this address is reachable only from this machine."""
     try:
-        addresses = {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
+        addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
     except OSError:
         return False  # listening will fail
     return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses)

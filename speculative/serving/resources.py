@@ -9,12 +9,12 @@ import openvino
 from speculative.cli.ray_cluster import DEVICE_RESOURCES
 
 
-def here() -> dict[str, float]:
+def local_resources() -> dict[str, float]:
     """The resources of this machine."""
     kinds = [device.partition(".")[0] for device in openvino.Core().available_devices]
     return {name: float(kinds.count(kind)) for kind, name in DEVICE_RESOURCES.items() if kind in kinds}
 
 
-def taken_by(*devices: str) -> dict[str, float]:
+def required_by(*devices: str) -> dict[str, float]:
     """The resources used by models on these OpenVINO devices: one of each kind."""
     return {name: 1.0 for kind, name in DEVICE_RESOURCES.items() if any(kind in device for device in devices)}

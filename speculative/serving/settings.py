@@ -17,7 +17,7 @@ class Pair:
     main: ModelSpec
     draft: ModelSpec | None
     draft_length: int | float = 0  # tokens per iteration; below 1: confidence threshold; 0: adaptive
-    cache_tokens: int = CAPACITY  # for all texts together
+    cache_tokens: int = CAPACITY  # KV-cache capacity for all requests together
     prefix_cache: bool = True  # share the KV cache of common prefixes
     suffix_decoding: bool = False  # instead of a draft, or beside it
     past_answers: int = 0  # tokens of past answers for suffix decoding to copy from
@@ -27,26 +27,26 @@ class Pair:
 class Limits:
     """Request limits of a replica."""
 
-    max_prompt_tokens: int = LARGEST  # beyond the context's own limit
+    max_prompt_tokens: int = LARGEST  # the model's context length limits it, too
     max_output_tokens: int = 1024
-    max_num_seqs: int = 16  # texts in the batch
+    max_num_seqs: int = 16  # requests in the batch
     max_queue: int = 64  # queued requests
     timeout: float = 600.0  # seconds per request, queueing included
     body_timeout: float = 30.0  # seconds for receiving a request's body
 
     @property
-    def open(self) -> int:
+    def max_open_requests(self) -> int:
         """Requests a replica processes at once: accepted ones, and some whose bodies are still being received."""
         return self.max_num_seqs + self.max_queue + 32
 
     @property
-    def ongoing(self) -> int:
+    def max_ongoing_requests(self) -> int:
         """Requests that Ray Serve may pass to a replica at once.
 
         More than it processes, so that the replica itself rejects requests, quickly and with an API error, and /health
         never waits for other requests.
         """
-        return self.open + 64
+        return self.max_open_requests + 64
 
 
 @dataclass(frozen=True)

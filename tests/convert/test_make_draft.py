@@ -94,7 +94,7 @@ def made(main, tmp_path_factory):
     """A draft of 200 steps, on slow machines, too: the first run is interrupted, the second one has no time left."""
     out = tmp_path_factory.mktemp("made") / "draft"
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"BATCH": 256, "LEAST_STEPS": 200, "SAVE_EVERY": 0.1}.items():
+        for name, value in {"BATCH": 256, "MIN_STEPS": 200, "SAVE_EVERY": 0.1}.items():
             patch.setattr(f"{TRAINING}.{name}", value)
         patch.setattr(Clock, "verdict_seconds", 2.0)
         with ctrl_c_when(lambda: (out / "work/training.pt").exists()):
@@ -231,7 +231,7 @@ def test_head_weights_are_read_back_from_ir(main, made, exported):
 
 def test_init_from_continues_training_of_a_head(main, made, tmp_path, monkeypatch):
     monkeypatch.setattr(Clock, "verdict_seconds", 0.0)
-    monkeypatch.setattr(f"{TRAINING}.LEAST_STEPS", 0)
+    monkeypatch.setattr(f"{TRAINING}.MIN_STEPS", 0)
     shutil.copytree(made / "work", tmp_path / "out/work")  # its texts, to compare with what it reached on them
     for name in ("training.pt", "settings.json"):
         (tmp_path / "out/work" / name).unlink()
@@ -275,7 +275,7 @@ def pruned(main, made, tmp_path_factory):
     options = ["--kind", "pruned", "--keep-layers", "2", "--prompts", folder / "prompts.jsonl", "--compare", made]
     options += ["--tokens", "1500", "--length", "64", "--threads", "1"]
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"BATCH": 256, "LEAST_STEPS": 5, "SAVE_EVERY": 0.0}.items():
+        for name, value in {"BATCH": 256, "MIN_STEPS": 5, "SAVE_EVERY": 0.0}.items():
             patch.setattr(f"{TRAINING}.{name}", value)
         patch.setattr(Clock, "verdict_seconds", PATIENCE)  # on all held-out prompts
         with ctrl_c_when(lambda: (folder / "draft/work/training.pt").exists()):
@@ -360,7 +360,7 @@ def test_only_llama_like_models_are_pruned(main, tmp_path):
 
 def test_training_raises_acceptance_of_a_pruned_draft(tmp_path, monkeypatch):
     """Measured on held-out text."""
-    monkeypatch.setattr(f"{TRAINING}.LEAST_STEPS", 10)
+    monkeypatch.setattr(f"{TRAINING}.MIN_STEPS", 10)
     monkeypatch.setattr(f"{TRAINING}.BATCH", 384)
     kind = kind_of(MAIN)
     reader = kind.reader(64)
@@ -541,7 +541,7 @@ def test_further_training_is_installed_after_an_interruption(main, made, tmp_pat
 
 
 def test_draft_inside_main_model_folder_can_be_resumed(main, tmp_path, monkeypatch):
-    monkeypatch.setattr(f"{TRAINING}.LEAST_STEPS", 1)
+    monkeypatch.setattr(f"{TRAINING}.MIN_STEPS", 1)
     monkeypatch.setattr(Clock, "verdict_seconds", 0.0)
     shutil.copytree(main, tmp_path / "main")
     options = ["--tokens", "1500", *SHORT[4:]]
@@ -551,7 +551,7 @@ def test_draft_inside_main_model_folder_can_be_resumed(main, tmp_path, monkeypat
 
 def test_ctrl_c_at_any_stage_loses_no_progress(main, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(f"{TRAINING}.SAVE_EVERY", 0.1)
-    monkeypatch.setattr(f"{TRAINING}.LEAST_STEPS", 1)
+    monkeypatch.setattr(f"{TRAINING}.MIN_STEPS", 1)
     out = tmp_path / "out"
     work = out / "work"
     long = ["--minutes", "60", *SHORT[2:]]
@@ -703,7 +703,7 @@ def test_disk_space_check_includes_the_head(main):
 
 
 def test_length_too_short_for_answers_is_reported(refuses, main, tmp_path, monkeypatch):
-    monkeypatch.setattr("speculative.convert.draft_training.writer.FRUITLESS", 40)
+    monkeypatch.setattr("speculative.convert.draft_training.writer.MAX_ATTEMPTS", 40)
     monkeypatch.setattr(beginnings, "TURN", 60)
     found = refuses(1, main, tmp_path / "out", *SHORT[:2], "--length", 32, "--threads", 1)
     assert "give a greater --length" in found

@@ -100,8 +100,8 @@ def test_genai_alone_uses_its_default_scheduler(monkeypatch):
 
     made = []
     monkeypatch.setattr(batch_methods, "ContinuousBatchingPipeline", lambda main, config, *rest: made.append(config))
-    batch_methods.genai_pipeline(ModelSpec(MAIN), most_texts=16)
-    batch_methods.genai_pipeline(ModelSpec(MAIN), ModelSpec(DRAFT), most_texts=16)
+    batch_methods.genai_pipeline(ModelSpec(MAIN), max_texts=16)
+    batch_methods.genai_pipeline(ModelSpec(MAIN), ModelSpec(DRAFT), max_texts=16)
     names = ("dynamic_split_fuse", "max_num_batched_tokens", "max_num_seqs", "enable_prefix_caching", "cache_size")
     alone, draft = ([getattr(config, name) for name in names] for config in made)
     assert alone == [getattr(SchedulerConfig(), name) for name in names]
@@ -119,5 +119,5 @@ def test_memory_is_reported_for_each_method(result):
 
 def test_no_engine_is_called_faster_without_comparable_batches():
     """All first tokens arrived after --seconds."""
-    lines = benchmark_batching.summary([], [], [], rounds=1, asked=1, load=BackgroundLoad())
+    lines = benchmark_batching.summary([], [], [], rounds=1, requested_rounds=1, load=BackgroundLoad())
     assert len(lines) == 1 and "could be compared" in lines[0]

@@ -163,7 +163,9 @@ def test_tokens_are_counted_in_their_time_interval():
 def spans(speed, drafted):
     """Two rounds of one answer: 1 + 5 tokens, of which two were drafted and accepted."""
     counts = {"accepted": 2 * (drafted > 0), "rejected": max(drafted - 2, 0)}
-    return [Span([RequestRecord(0, 0, 0.1, 1, "t", 6 * speed, **counts, finish_reason="length", whole=True)], 0, 1)] * 2
+    return [
+        Span([RequestRecord(0, 0, 0.1, 1, "t", 6 * speed, **counts, finish_reason="length", is_complete=True)], 0, 1)
+    ] * 2
 
 
 def test_break_even_concurrency_is_reported():

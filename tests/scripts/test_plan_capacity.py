@@ -35,7 +35,7 @@ def costs(tmp_path):
 
 
 def test_saved_costs_give_the_same_plan_as_measured_costs(run_here, tmp_path, monkeypatch):
-    for name, value in (("TEXTS", (1, 2)), ("RUN_SECONDS", 0.0), ("TIMES", 4), ("SIZES", (1, 4, 16, 64))):
+    for name, value in (("BATCH_SIZES", (1, 2)), ("RUN_SECONDS", 0.0), ("REPETITIONS", 4), ("SIZES", (1, 4, 16, 64))):
         monkeypatch.setattr(measuring, name, value)
     saved, arguments = tmp_path / "costs.json", ["--rate", "2", "--max-num-seqs", "2", *QUICK]
     few = ["--max-prompts", "3", "--max-new-tokens", "12"]

@@ -113,8 +113,8 @@ def accept_everything(drafted, q, p, random):
     return rejection_sampling.Acceptance(len(drafted), rejection_sampling.draw(p(len(drafted)), random))
 
 
-def take_without_text(self, step, take=output.OutputProcessor.take):
-    return take(self, step)[0], ""
+def take_without_text(self, step, add_step=output.OutputProcessor.add_step):
+    return add_step(self, step)[0], ""
 
 
 def fail_to_load(*_):
@@ -127,7 +127,7 @@ BROKEN = {  # the replacement of a part of this project's engine, and the proble
         "this engine: the output for 'def read_notes(path):' differs from the main model's at new token",
     ),
     "streams no text": (
-        (output.OutputProcessor, "take", take_without_text),
+        (output.OutputProcessor, "add_step", take_without_text),
         "this engine: the streamed text for 'def read_notes(path):' differs from the returned text",
     ),
     "does not load": ((decoder, "load", fail_to_load), "planted"),

@@ -909,7 +909,7 @@ def test_reference_against_itself_is_exact(exact):
 def test_default_properties_fit_and_other_model_does_not(exact):
     default = text_quality.judge(cached_model.load(MAIN, capacity=128), [exact[1]])
     other = text_quality.judge(cached_model.load(DRAFT, capacity=128), [exact[1]])
-    assert default.fits() and 0 < default.mean_kl < text_quality.MOST_KL
+    assert default.fits() and 0 < default.mean_kl < text_quality.MAX_KL
     assert other.grade == "loss" and not other.fits(default) and other.mean_kl > 10 * default.mean_kl
     assert f"{len(other.margins)} of 24 tokens differ" in str(other)
 

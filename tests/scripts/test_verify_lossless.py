@@ -89,7 +89,7 @@ def test_stop_token_ends_a_text():
 
 
 def test_too_many_prefixes_are_rejected_before_computation(monkeypatch):
-    monkeypatch.setattr(lossless_check, "MOST_PREFIXES", 10)
+    monkeypatch.setattr(lossless_check, "MAX_PREFIXES", 10)
     with pytest.raises(ValueError, match="16 prefixes"):
         exact_joint(markov_chain(4), 3)
 

@@ -12,7 +12,7 @@ from speculative.models import cached_model
 from speculative.models.spec import ModelSpec
 from speculative.sampling.logprobs import token_logprobs
 from speculative.sequence.result import GenerationResult
-from speculative.serving.api.logprobs import AlignedTokens, TokenTexts, of_completion, of_prompt
+from speculative.serving.api.logprobs import AlignedTokens, TokenTexts, completion_logprobs, prompt_logprob_entries
 from speculative.serving.engine.engine_thread import QueueFull
 from tests.support.changed_tokenizer import ChangedTokenizer
 from tests.support.paths import DRAFT
@@ -179,7 +179,7 @@ def test_each_choice_occupies_a_slot_until_the_request_ends(decoder, monkeypatch
         api.run(disconnected(app, {**LONG, "n": 2, "prompt": ["a", "b"], "stream": stream}, refused_for_two))
         going.set()
         wait_until(lambda: api.engine.idle)
-        assert api.counts.outcomes == ["disconnected"] * 4 and not api.endpoint.asking
+        assert api.counts.outcomes == ["disconnected"] * 4 and not api.endpoint.open_requests
         assert len(answered(api, {**ONE, "n": 2, "prompt": ["a", "b"]})["choices"]) == 4
 
 
@@ -320,8 +320,8 @@ def test_partial_character_tokens_are_shown_as_bytes(decoder):
     first = aligned.take(result, "é")
     entries = [*first, *aligned.take(result, "🦉", last=True)]
     assert [entry.token for entry in entries] == parts and {entry.offset for entry in entries[len(first) :]} == {1}
-    assert b"".join(map(pieces.added, parts)).decode() == "é🦉"
-    names = of_completion(aligned, entries)["tokens"]
+    assert b"".join(map(pieces.text_bytes, parts)).decode() == "é🦉"
+    names = completion_logprobs(aligned, entries)["tokens"]
     assert all(name.startswith("bytes:\\x") or name in "é🦉" for name in names) and any("\\x" in name for name in names)
 
 
@@ -333,7 +333,7 @@ def test_text_offsets_skip_token_without_text(decoder):
     texts = TokenTexts(ChangedTokenizer(decoder.tokenizer, lambda text: text.removeprefix(" ")))  # as SentencePiece
     result = GenerationResult(tokens=tokens, logprobs=[first, *others])
     for entries in (
-        AlignedTokens(texts, 1).of_prompt(tokens, others, "a b"),
+        AlignedTokens(texts, 1).prompt_entries(tokens, others, "a b"),
         AlignedTokens(texts, 1).take(result, "a b", last=True),
     ):
         assert [entry.offset for entry in entries] == [0, 0, 1]
@@ -421,7 +421,7 @@ def test_prompt_logprobs_follow_vllm_format(api, body):
 
 def test_logprob_of_impossible_token_is_json_serializable(decoder):
     logits = np.array([0, -np.inf], np.float32)
-    found = of_prompt(TokenTexts(decoder.tokenizer), [0, 1], [token_logprobs(logits, 1, 1)], 1)
+    found = prompt_logprob_entries(TokenTexts(decoder.tokenizer), [0, 1], [token_logprobs(logits, 1, 1)], 1)
     assert found[1]["1"]["logprob"] == -9999
     json.dumps(found, allow_nan=False)
 

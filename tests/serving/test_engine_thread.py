@@ -15,7 +15,7 @@ from speculative.models import cached_model
 from speculative.models.batch_model import BatchModel
 from speculative.models.block_pool import OutOfBlocks
 from speculative.models.spec import ModelSpec
-from speculative.serving.engine.engine_thread import SENT_TOGETHER, Engine, EngineFailed, GenerationHandle, QueueFull
+from speculative.serving.engine.engine_thread import PIECE_INTERVAL, Engine, EngineFailed, GenerationHandle, QueueFull
 from tests.support.paths import MAIN
 from tests.support.tiny_llama import save_tiny_llama
 
@@ -49,12 +49,12 @@ def outcomes(decoder, act, max_num_seqs=4):
 
     async def ask():
         engine = Engine(decoder, max_num_seqs, max_queue=9)
-        ends = [asyncio.wait_for(job.end(), PATIENCE) for job in act(engine)]
+        ends = [asyncio.wait_for(job.wait(), PATIENCE) for job in act(engine)]
         found = await asyncio.gather(*ends, return_exceptions=True)
         alive = engine.error
         if alive is None:  # the engine still works
             after = submit(engine)
-            assert len((await asyncio.wait_for(after.end(), PATIENCE)).tokens) == 5 and engine.idle
+            assert len((await asyncio.wait_for(after.wait(), PATIENCE)).tokens) == 5 and engine.idle
         else:
             with pytest.raises(EngineFailed):
                 submit(engine)
@@ -141,13 +141,13 @@ def test_job_moving_into_the_batch_still_occupies_a_slot(decoder, monkeypatch):
             engine.check_queue()
         entered.set()
         checked.set()
-        assert len((await asyncio.wait_for(job.end(), PATIENCE)).tokens) == 5
+        assert len((await asyncio.wait_for(job.wait(), PATIENCE)).tokens) == 5
         engine.close()
 
     asyncio.run(ask())
 
 
-@pytest.mark.parametrize("place", ["verify", "take", "end"], ids=["verifying", "decoding text", "finishing"])
+@pytest.mark.parametrize("place", ["verify", "add_step", "end"], ids=["verifying", "decoding text", "finishing"])
 @pytest.mark.parametrize("others", [0, 2])
 def test_failing_job_in_batch_ends_with_its_error(place, others, decoder, monkeypatch):
     """A failure at any point, even in the last action for a job, ends it at once, not at its time limit."""
@@ -178,7 +178,7 @@ def test_num_drafts_counts_only_iterations_with_draft_tokens():
     for number, step in enumerate(steps):
         result = SimpleNamespace(gained=[len(tokens) for tokens, _, _ in steps[1 : number + 1]])
         request = SimpleNamespace(result=result, sequence=SimpleNamespace(num_prompt_tokens=8), cached_tokens=3)
-        Engine._count(counts, SimpleNamespace(step=step, request=request))
+        Engine._count_tokens(counts, SimpleNamespace(step=step, request=request))
     assert tuple(vars(counts).values()) == (8, 3, 6, 5, 3, 2, 7, 2)
 
 
@@ -191,15 +191,15 @@ def test_decoding_thread_ends_when_engine_closes(decoder):
 def test_first_chunk_is_sent_at_once_and_later_text_is_grouped():
     async def ask():
         loop, job = asyncio.get_running_loop(), GenerationHandle(np.array([1]), config(), None)
-        assert job.take() == ""  # as readers do before there is any text
-        job.gain("one", 0.0)
-        assert job._told.when() <= loop.time()
+        assert job.take_text() == ""  # as readers do before there is any text
+        job.append_output("one", 0.0)
+        assert job._pending_wakeup.when() <= loop.time()
         read = loop.time()
-        assert job.take() == "one"
-        job.gain("two", 0.0)
-        told = job._told
-        job.gain(" three", 0.0)
-        assert told is job._told and told.when() >= read + SENT_TOGETHER
-        assert job.take() == "two three"
+        assert job.take_text() == "one"
+        job.append_output("two", 0.0)
+        pending = job._pending_wakeup
+        job.append_output(" three", 0.0)
+        assert pending is job._pending_wakeup and pending.when() >= read + PIECE_INTERVAL
+        assert job.take_text() == "two three"
 
     asyncio.run(ask())

@@ -174,7 +174,7 @@ def test_bodies_of_any_size_and_depth_conform_to_openapi_document(api, document,
     fields = [*document["components"]["schemas"][model.rpartition("/")[2]]["properties"], "user", "tools", "logit_bias"]
 
     @RULES
-    @given(bodies(path, fields, request_body.most_bytes(api.endpoint.longest_prompt)))
+    @given(bodies(path, fields, request_body.max_bytes(api.endpoint.longest_prompt)))
     def check(body):
         case = described[path]["POST"].Case(body=body, media_type="application/json")
         kinds[ask(api, case, document)] += 1

@@ -10,7 +10,7 @@ import pytest
 
 from speculative.bench.load.clients import Target
 from speculative.serving.ray_serve import body_hashes
-from speculative.serving.ray_serve.body_hashes import CHUNK, HEADER, READ, BeginningReader, hashes
+from speculative.serving.ray_serve.body_hashes import CHUNK, HEADER, PREFIX_BYTES, BeginningReader, chunk_hashes
 from speculative.serving.ray_serve.internal_headers import WithoutInternalHeaders
 from tests.support.later import Later
 from tests.support.serving import small_server
@@ -28,11 +28,11 @@ def server():
 
 
 def post(server, body):
-    """The connection of a request whose body is `body`, or its beginning where that is longer than `READ` bytes."""
+    """The connection of a request whose body is `body`, or its first `PREFIX_BYTES` bytes."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     connection.putrequest("POST", "/v1/completions")
     connection.putheader("Content-Type", "application/json")
-    connection.putheader("Content-Length", str(len(body) + (len(body) > READ)))
+    connection.putheader("Content-Length", str(len(body) + (len(body) > PREFIX_BYTES)))
     connection.endheaders(body)
     return connection
 
@@ -69,7 +69,7 @@ def test_overloaded_replica_is_skipped(server):
     beginning = json.dumps({"model": server.model, "prompt": prompt})[:-2].encode()
     with contextlib.ExitStack() as stack:
         for _ in range(2):
-            stack.enter_context(contextlib.closing(post(server, beginning.ljust(READ + 1, b"x"))))
+            stack.enter_context(contextlib.closing(post(server, beginning.ljust(PREFIX_BYTES + 1, b"x"))))
         wait_until(lambda: not cached_tokens(server, prompt), "the other replica gets it", seconds=20)
         assert cached_tokens(server, prompt)  # which has it from now on
 
@@ -77,22 +77,23 @@ def test_overloaded_replica_is_skipped(server):
 def test_body_hashes_match_up_to_first_difference_in_body_or_key():
     body = bytes(range(256)) * 5
     other = body[: 3 * CHUNK] + b"other" + body[3 * CHUNK :]
-    assert len(hashes(body, b"")) == 5 and len(set(hashes(body, b""))) == 5
-    assert [x == y for x, y in zip(hashes(body, b""), hashes(other, b""), strict=True)] == [True] * 3 + [False] * 2
-    assert not set(hashes(body, b"")) & set(hashes(body, b"a key"))
+    assert len(chunk_hashes(body, b"")) == 5 and len(set(chunk_hashes(body, b""))) == 5
+    pairs = zip(chunk_hashes(body, b""), chunk_hashes(other, b""), strict=True)
+    assert [x == y for x, y in pairs] == [True] * 3 + [False] * 2
+    assert not set(chunk_hashes(body, b"")) & set(chunk_hashes(body, b"a key"))
 
 
 def test_hash_table_finds_replica_with_longest_prefix(monkeypatch):
-    monkeypatch.setattr("speculative.serving.ray_serve.prefix_routing.MOST_HASHES", 3)
+    monkeypatch.setattr("speculative.serving.ray_serve.prefix_routing.MAX_HASHES", 3)
     table = prefix_routing.HashTable()
     table.add(["a", "b"], "first")
     table.add(["a"], "second")
-    assert table.longest(["a", "b", "c"], {"first", "second"}) == {"first"}
-    assert table.longest(["a", "b", "c"], {"second"}) == {"second"}
-    assert table.longest(["a", "x"], {"first", "second"}) == {"first", "second"}
-    assert table.longest(["x"], {"first", "second"}) == set()
+    assert table.longest_match(["a", "b", "c"], {"first", "second"}) == {"first"}
+    assert table.longest_match(["a", "b", "c"], {"second"}) == {"second"}
+    assert table.longest_match(["a", "x"], {"first", "second"}) == {"first", "second"}
+    assert table.longest_match(["x"], {"first", "second"}) == set()
     table.add(["d", "e"], "second")  # "b" was the oldest
-    assert table.longest(["b"], {"first", "second"}) == set()
+    assert table.longest_match(["b"], {"first", "second"}) == set()
 
 
 def read(parts, more_after=False, method="POST"):
@@ -122,9 +123,10 @@ def read(parts, more_after=False, method="POST"):
 
 
 def test_application_receives_body_and_prefix_hashes(monkeypatch):
-    monkeypatch.setattr(body_hashes, "SECONDS", 0.1)
-    parts = [b"x" * CHUNK, b"y" * READ, b"z"]
-    wanted = ",".join(hashes(b"".join(parts)[:READ], b"key")).encode()
+    monkeypatch.setattr(body_hashes, "READ_SECONDS", 0.1)
+    parts = [b"x" * CHUNK, b"y" * PREFIX_BYTES, b"z"]
+    wanted = ",".join(chunk_hashes(b"".join(parts)[:PREFIX_BYTES], b"key")).encode()
     assert read(parts) == ([wanted], b"".join(parts))
-    assert read(parts[:1], more_after=True) == ([hashes(parts[0], b"key")[0].encode()], parts[0])  # of a slow client
+    slow_client = read(parts[:1], more_after=True)
+    assert slow_client == ([chunk_hashes(parts[0], b"key")[0].encode()], parts[0])
     assert read([b"y" * CHUNK], method="GET") == ([], b"y" * CHUNK)

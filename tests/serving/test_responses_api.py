@@ -160,15 +160,15 @@ def test_prompt_beyond_context_returns_400_for_input(api):
 
 
 def test_failing_stream_ends_with_error_event(client, monkeypatch):
-    take, steps = OutputProcessor.take, []
+    add_step, steps = OutputProcessor.add_step, []
 
     def failing_take(output, step):
         steps.append(step)
         if len(steps) > 3:
             raise ValueError("planted")
-        return take(output, step)
+        return add_step(output, step)
 
-    monkeypatch.setattr(OutputProcessor, "take", failing_take)
+    monkeypatch.setattr(OutputProcessor, "add_step", failing_take)
     events = list(client.responses.create(input=QUESTION, stream=True, **PARAMS))
     assert events[-1].type == "error" and "planted" in events[-1].message
 

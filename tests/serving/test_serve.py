@@ -479,9 +479,9 @@ def test_ray_proxy_limits_connections(server):
             return True
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2 * connections.MOST)), hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2 * connections.MAX_CONNECTIONS)), hard))
     with contextlib.ExitStack() as several:
-        for _ in range(connections.MOST):
+        for _ in range(connections.MAX_CONNECTIONS):
             several.enter_context(socket.create_connection(("127.0.0.1", server.port), PATIENCE))
         wait_until(is_refused, "one more is refused")
     wait_until(lambda: load(server)["status"] == "ok", "there is room again", passing=(httpx.TransportError,))

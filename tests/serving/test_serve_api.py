@@ -270,11 +270,11 @@ FULL = {  # by the objects and lists, and the commas, of an element
 
 def full_bodies(tokens):
     """Bodies with the largest number of elements that is accepted."""
-    values = request_body.VALUES_BESIDE + tokens - 50  # without what is beside the elements
+    values = request_body.EXTRA_VALUES + tokens - 50  # without what is beside the elements
     for name, (objects, commas, *shape) in FULL.items():
         most = values // (objects + commas)
         if objects:
-            most = min(most, (request_body.MOST_OBJECTS - 10) // objects)
+            most = min(most, (request_body.MAX_OBJECTS - 10) // objects)
         beginning, element, end = shape
         yield name, beginning + element * most + end
 
@@ -302,7 +302,7 @@ def errors_of(body, tokens):
     """The number of errors when the body is parsed and validated as FastAPI does it."""
     model = ChatCompletionRequest if b"messages" in body else CompletionRequest
     try:
-        model.model_validate(request_body.parsed(body, tokens))
+        model.model_validate(request_body.parse(body, tokens))
     except ApiError as error:
         assert error.status_code == 400
         return 1
@@ -314,7 +314,7 @@ def errors_of(body, tokens):
 @pytest.mark.parametrize("tokens", [1_023, 32_768])
 def test_parsing_any_body_within_limit_uses_little_memory(tokens):
     """At most two errors are collected, however many elements are invalid: validation costs no more than parsing."""
-    for name, body in [*bodies(request_body.most_bytes(tokens)).items(), *full_bodies(tokens)]:
+    for name, body in [*bodies(request_body.max_bytes(tokens)).items(), *full_bodies(tokens)]:
         tracemalloc.start()
         errors = errors_of(body, tokens)
         peak = tracemalloc.get_traced_memory()[1]
@@ -326,9 +326,9 @@ def test_parsing_any_body_within_limit_uses_little_memory(tokens):
 def test_parsing_any_body_within_limit_makes_few_calls(tokens):
     """Function calls stand for time: a few per message or part, none for other values or rejected bodies."""
     for name, body in full_bodies(tokens):
-        assert request_body.fits(body, request_body.VALUES_BESIDE + tokens), name
+        assert request_body.is_within_limits(body, request_body.EXTRA_VALUES + tokens), name
         assert (calls := calls_of(errors_of, body, tokens)) < MOST_CALLS, (name, calls)
-    for name, body in bodies(request_body.most_bytes(tokens)).items():
+    for name, body in bodies(request_body.max_bytes(tokens)).items():
         assert (calls := calls_of(errors_of, body, tokens)) < 500, (name, calls)
 
 
@@ -340,10 +340,11 @@ ELEMENTS = st.recursive(
     | st.sampled_from([10**4000, "\U0001f600", "\0", ',"{[', "x" * 9_000])
     | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=4)
-    | st.dictionaries(st.sampled_from([*Message.model_fields, *Message.off, "type", "text"]) | st.text(max_size=9),
-                      inner, max_size=9)
+    | st.dictionaries(
+        st.sampled_from([*Message.model_fields, *Message.no_effect, "type", "text"]) | st.text(max_size=9),
+        inner, max_size=9)
     | st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": inner},
-                            optional={name: st.sampled_from(off or (1,)) for name, off in Message.off.items()}),
+                            optional={name: st.sampled_from(off or (1,)) for name, off in Message.no_effect.items()}),
     max_leaves=12,
 )  # fmt: skip
 PLACES = [  # where many elements can be: the body before and after them
@@ -381,9 +382,9 @@ def any_bodies(draw, tokens):
     element = key + element
     objects, commas = (max(sum(element.count(mark) for mark in marks), 1) for marks in (b"[{", b","))
     limits = {
-        "bytes": (request_body.most_bytes(tokens) - 200) // (len(element) + numbered),
-        "objects": (request_body.MOST_OBJECTS - 10) // objects,
-        "values": (request_body.VALUES_BESIDE + tokens - 50) // (objects + commas),
+        "bytes": (request_body.max_bytes(tokens) - 200) // (len(element) + numbered),
+        "objects": (request_body.MAX_OBJECTS - 10) // objects,
+        "values": (request_body.EXTRA_VALUES + tokens - 50) // (objects + commas),
     }
     times = min(draw(st.sampled_from([limits["bytes"], min(limits.values()), min(limits.values()) + 99])),
                 limits["bytes"])  # fmt: skip
@@ -403,8 +404,8 @@ def test_parsing_random_bodies_within_limit_is_cheap(tokens, request):
     @given(any_bodies(tokens))
     def check(body):
         nonlocal read
-        assert len(body) <= request_body.most_bytes(tokens)
-        fits = request_body.fits(body, request_body.VALUES_BESIDE + tokens)
+        assert len(body) <= request_body.max_bytes(tokens)
+        fits = request_body.is_within_limits(body, request_body.EXTRA_VALUES + tokens)
         read += fits
         calls = calls_of(errors_of, body, tokens)
         assert calls < (MOST_CALLS if fits else 500), body[:200]
@@ -442,12 +443,12 @@ def test_brackets_and_commas_inside_strings_are_not_counted(data):
         return 1 + max(len(data) - 1, 0) + sum(map(size, inner))
 
     body = json.dumps(data).encode()
-    assert request_body.fits(body, size(data)) and not request_body.fits(body, size(data) - 1)
+    assert request_body.is_within_limits(body, size(data)) and not request_body.is_within_limits(body, size(data) - 1)
 
 
 def test_any_body_within_limit_gets_a_response(api):
     statuses = {}
-    for name, body in bodies(request_body.most_bytes(api.endpoint.longest_prompt)).items():
+    for name, body in bodies(request_body.max_bytes(api.endpoint.longest_prompt)).items():
         path = "/chat/completions" if b"messages" in body else "/completions"
         statuses[name] = post(api, body, path).status_code
     assert set(statuses.values()) <= {200, 400}, statuses
@@ -495,7 +496,7 @@ def get_health(api):
 
 def test_slow_bodies_fill_their_slots_but_health_still_responds(decoder):
     with Api(decoder, body_timeout=PATIENCE) as api, contextlib.ExitStack() as slow:
-        for _ in range(api.limits.open):
+        for _ in range(api.limits.max_open_requests):
             slow.enter_context(half_a_request(api))
         refused = wait_until(lambda: answer if (answer := post(api, ONE)).status_code == 429 else None)
         assert refused.json()["error"]["code"] == "queue_full" and refused.headers["retry-after"]
@@ -522,7 +523,7 @@ def test_connections_are_limited_in_number_and_idle_time(decoder):
         except ConnectionError:
             return True
 
-    protocol = connections.bounded(AutoHTTPProtocol, most=3, idle=0.3)
+    protocol = connections.limit_connections(AutoHTTPProtocol, max_connections=3, idle_seconds=0.3)
     with Api(decoder, http=protocol) as api, contextlib.ExitStack() as several:
         idle = [several.enter_context(socket.create_connection(("127.0.0.1", api.port), PATIENCE)) for _ in range(4)]
         half = b"GET /health HTTP/1.1\r\n"
@@ -537,7 +538,7 @@ def test_connections_are_limited_in_number_and_idle_time(decoder):
 
 
 def test_connection_above_limit_is_refused_at_once(decoder):
-    protocol = connections.bounded(AutoHTTPProtocol, most=2, idle=PATIENCE)
+    protocol = connections.limit_connections(AutoHTTPProtocol, max_connections=2, idle_seconds=PATIENCE)
     with Api(decoder, http=protocol) as api, contextlib.ExitStack() as several:
         open_ = [several.enter_context(socket.create_connection(("127.0.0.1", api.port), PATIENCE)) for _ in range(2)]
         wait_until(lambda: len(api.uvicorn.server_state.connections) == 2)
@@ -579,7 +580,7 @@ def test_rejected_request_is_not_tokenized(decoder, monkeypatch, pool):
     encode = Gate(monkeypatch, decoder, "encode")
     with Api(decoder, max_num_seqs=1, max_queue=1) as api, encode:
         futures = [pool.submit(post, api, ONE) for _ in range(2)]
-        wait_until(lambda: api.endpoint.asking == 2)
+        wait_until(lambda: api.endpoint.open_requests == 2)
         assert post(api, ONE).json()["error"]["code"] == "queue_full"
         encode.open.set()
         assert [future.result().status_code for future in futures] == [200, 200]
@@ -591,7 +592,7 @@ def test_prompts_are_tokenized_by_one_thread(decoder, monkeypatch, pool):
     encode = Gate(monkeypatch, decoder, "encode")
     with Api(decoder) as api, encode:
         futures = [pool.submit(post, api, ONE) for _ in range(4)]
-        wait_until(lambda: api.endpoint.asking == 4)
+        wait_until(lambda: api.endpoint.open_requests == 4)
         encode.open.set()
         assert {future.result().status_code for future in futures} == {200}
     assert len(encode.calls) == 4 and len(set(encode.calls)) == 1
@@ -605,7 +606,7 @@ def test_shutdown_waits_for_prompts_being_tokenized(decoder, monkeypatch, pool):
         stopping = pool.submit(api.run, api.endpoint.drain(PATIENCE))
         wait_until(lambda: api.endpoint.draining)
         assert post(api, ONE).json()["error"]["code"] == get_health(api).json()["error"]["code"] == "draining"
-        assert api.endpoint.asking == 1 and not stopping.done()
+        assert api.endpoint.open_requests == 1 and not stopping.done()
         encode.open.set()
         assert future.result().status_code == 200 and stopping.result() == 0
 
@@ -657,7 +658,7 @@ def planted(*_):
     ],
 )
 def test_errors_map_to_status_and_code(api, error, status, code):
-    answer = api.endpoint._as_answer(error)
+    answer = api.endpoint._api_error(error)
     assert (answer.status_code, answer.body["error"]["code"]) == (status, code)
     assert (status == 503) == ("retry-after" in (answer.headers or {}))
 
@@ -670,7 +671,7 @@ def test_hang_detection_allows_longer_steps_for_slower_models(api, decoder, monk
     assert hanging.status_code == 503 and "running for more than 120 s" in hanging.json()["error"]["message"]
     monkeypatch.setattr(decoder.draft_length, "main", LatencyCurve({1: 60.0, 64: 180.0}))
     assert get_health(api).status_code == 200
-    assert health.longest_step(api.engine) > 3600
+    assert health.step_timeout(api.engine) > 3600
 
 
 # ---- tenants --------------------------------------------------------------------------------------------------------
@@ -799,8 +800,8 @@ def test_health_and_page_need_no_key_behind_route_prefix():
 
 def test_failed_request_is_counted_once(api, monkeypatch):
     counted = []
-    monkeypatch.setattr(api.endpoint.metrics, "refused", lambda status: counted.append(status))
-    monkeypatch.setattr(api.endpoint.metrics, "over", lambda job, outcome: counted.append(outcome))
+    monkeypatch.setattr(api.endpoint.metrics, "count_rejected", lambda status: counted.append(status))
+    monkeypatch.setattr(api.endpoint.metrics, "count_finished", lambda job, outcome: counted.append(outcome))
     monkeypatch.setattr(api.endpoint, "limits", dataclasses.replace(api.endpoint.limits, timeout=0.02))
     params = {"model": "embedded", "prompt": "def", "max_tokens": 400, "ignore_eos": True}
     assert httpx.post(f"{api.url}/completions", json=params, **PLAIN).status_code == 504
@@ -813,7 +814,7 @@ def test_readiness_probe_bypasses_environment_proxy(monkeypatch):
     monkeypatch.delenv("no_proxy", raising=False)
     with HTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
         threading.Thread(target=server.handle_request, daemon=True).start()
-        assert application.answers(f"http://127.0.0.1:{server.server_port}/")
+        assert application.is_reachable(f"http://127.0.0.1:{server.server_port}/")
 
 
 @pytest.mark.parametrize(
@@ -841,9 +842,9 @@ def test_draft_with_other_tokenizer_is_served_with_warning(monkeypatch, renumber
 
 def test_removed_replica_may_finish_its_requests(monkeypatch):
     settings = parsed_arguments(monkeypatch, "--max-replicas", 2, "--timeout", 300, "--drain", 5)
-    options = application.options(settings)
+    options = application.deployment_options(settings)
     assert options["graceful_shutdown_timeout_s"] > settings.limits.timeout == 300
-    assert options["max_queued_requests"] > 0 and settings.limits.open < options["max_ongoing_requests"]
+    assert options["max_queued_requests"] > 0 and settings.limits.max_open_requests < options["max_ongoing_requests"]
     assert application.Replica.options(**options).max_queued_requests == options["max_queued_requests"]
 
 

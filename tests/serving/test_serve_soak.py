@@ -118,7 +118,7 @@ def test_finished_request_is_garbage_collected():
         config = GenerationConfig(max_new_tokens=5, ignore_eos=True)
         jobs = [engine.submit(np.arange(1, 9), config, seed, seconds=600) for seed in range(4)]
         ended, streamed, unread, waiting = jobs
-        await ended.end()
+        await ended.wait()
         assert [piece async for piece in streamed.pieces()]
         for job in jobs:
             engine.cancel(job)  # as the endpoint does, however a request ends

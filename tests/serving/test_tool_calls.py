@@ -17,7 +17,7 @@ from speculative.serving.api.tool_calls import (
     Call,
     Text,
     ToolParser,
-    format_of,
+    detect_tool_format,
 )
 
 NAMES = {"weather", "add"}
@@ -203,7 +203,7 @@ TEMPLATES = [
 
 @pytest.mark.parametrize(("template", "form"), TEMPLATES)
 def test_call_format_is_detected_from_chat_template(template, form):
-    assert format_of(template) == form
+    assert detect_tool_format(template) == form
 
 
 def test_mistral_call_ids_have_nine_alphanumerics():

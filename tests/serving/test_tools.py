@@ -228,7 +228,7 @@ class Generation:
 
 @pytest.mark.parametrize("several", [True, False])
 def test_streamed_calls_equal_those_of_whole_response(several):
-    whole = ChatChoiceBuilder(0, ToolParser(HERMES, {"weather"}, several)).whole(Generation())
+    whole = ChatChoiceBuilder(0, ToolParser(HERMES, {"weather"}, several)).full_choice(Generation())
     builder = ChatChoiceBuilder(0, ToolParser(HERMES, {"weather"}, several))
     chunks = [chunk for piece in TEXT for chunk in builder.piece(piece)] + builder.end("stop")
     calls = {}
@@ -249,7 +249,7 @@ def test_choice_is_complete_if_only_a_dropped_call_is_truncated():
     for several, reason in ((True, "length"), (False, "tool_calls")):
         parsed = [ChatChoiceBuilder(0, ToolParser(HERMES, {"weather"}, several)) for _ in range(2)]
         chunks = [chunk for piece in Cut.text for chunk in parsed[0].piece(piece)] + parsed[0].end("length")
-        assert chunks[-1]["finish_reason"] == parsed[1].whole(Cut())["finish_reason"] == reason
+        assert chunks[-1]["finish_reason"] == parsed[1].full_choice(Cut())["finish_reason"] == reason
 
 
 # ---- prompts --------------------------------------------------------------------------------------------------------

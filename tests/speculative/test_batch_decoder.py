@@ -431,7 +431,7 @@ def test_blocks_are_allocated_as_sequences_grow_and_never_twice():
                 assert (
                     lease.blocks(int(random.integers(1, leases[lease] + 1)))[: len(before)].tolist() == before.tolist()
                 )
-        taken = [block for lease in leases for block in lease._blocks[: lease._taken].tolist()]
+        taken = [block for lease in leases for block in lease._blocks[: lease._allocated].tolist()]
         assert len(set(taken)) == len(taken) == pool.blocks - pool.free <= pool.reserved <= pool.blocks
     with pytest.raises(OutOfBlocks):
         pool.reserve(4 * 50 + 1)
@@ -693,12 +693,12 @@ def rollback_that_leaves_one_token(patch, room=MAIN_ROOM):
 
 
 def positions_continue_across_sequences(patch):
-    put = PagedModel._put
+    put = PagedModel._set_batch_input
 
     def wrong(self, name, values):
         put(self, name, np.arange(len(values)) + values[0] if name == "position_ids" else values)
 
-    patch.setattr(PagedModel, "_put", wrong)
+    patch.setattr(PagedModel, "_set_batch_input", wrong)
 
 
 def stale_draft_cache(patch):
@@ -708,16 +708,16 @@ def stale_draft_cache(patch):
 
 def draft_tokens_of_another_request(patch):
     """Bug: a request gets the draft logits of another one. The output is still correct, only slower."""
-    read = BatchDecoder._read
+    read = BatchDecoder._run_draft_model
 
     def swapped(draft, requests):
         computed = read(draft, requests)
-        slots = [request.draft_slot for request in requests if not request.idle]
+        slots = [request.draft_slot for request in requests if not request.done_drafting]
         for slot, rows in zip(slots, [slot.rows for slot in slots[::-1]], strict=True):
             slot.rows = rows
         return computed
 
-    patch.setattr(BatchDecoder, "_read", staticmethod(swapped))
+    patch.setattr(BatchDecoder, "_run_draft_model", staticmethod(swapped))
 
 
 def shared_random_stream(patch):

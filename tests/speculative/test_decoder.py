@@ -532,7 +532,7 @@ def test_costs_measured_under_load_are_measured_again(monkeypatch):
         changed = {n: seconds + 0.002 for n, seconds in times[-1].items()}
         return cost_model.Seconds(times[-1], {1: 0.001 / len(times)}, {1: 0.0005}, changed)
 
-    monkeypatch.setattr(cost_model, "_clock", clock)
+    monkeypatch.setattr(cost_model, "_measure_seconds", clock)
     costs = cost_model.measure(None, None)
     assert len(times) == 2 and costs.main == quiet and costs.draft == 0.0005
     assert costs.main_change == pytest.approx(0.002)

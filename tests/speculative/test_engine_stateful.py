@@ -124,10 +124,10 @@ class Pool(RuleBasedStateMachine):
 
     @invariant()
     def blocks_are_counted(self):
-        taken = {block for lease in self.texts for block in lease._blocks[: lease._taken].tolist()}
+        taken = {block for lease in self.texts for block in lease._blocks[: lease._allocated].tolist()}
         assert self.pool.free == BLOCKS - len(taken)
         assert len(taken) <= self.pool.reserved <= BLOCKS
-        may_take = sum(self.pool.needed(len(text)) - lease._taken for lease, (text, _) in self.texts.items())
+        may_take = sum(self.pool.needed(len(text)) - lease._allocated for lease, (text, _) in self.texts.items())
         assert self.pool.reserved == len(taken) + may_take
 
     def teardown(self):
@@ -185,7 +185,7 @@ class Engine(RuleBasedStateMachine):
         self.decoder.cancel(self.one(data))
 
     @precondition(lambda self: self.going)
-    @rule(data=st.data(), place=st.sampled_from(["draft", "verify", "take", "end"]))
+    @rule(data=st.data(), place=st.sampled_from(["draft", "verify", "add_step", "end"]))
     def fail(self, data, place):
         """From now on, one request fails while it drafts, is verified, is recorded or ends."""
         request = self.one(data)
@@ -302,7 +302,7 @@ def unused_reservations_leak(patch):
     give_back = BlockTable.free_blocks
 
     def wrong(self):
-        self._pool._untaken += self._most > self._taken
+        self._pool._reserved += self._max_blocks > self._allocated
         give_back(self)
 
     patch.setattr(BlockTable, "free_blocks", wrong)
@@ -318,8 +318,8 @@ def shared_blocks_reused_while_referenced(patch):
 
 
 def blocks_keyed_by_own_tokens_only(patch):
-    own = BlockTable._next
-    patch.setattr(BlockTable, "_next", lambda self, tokens: (None, own(self, tokens)[1]))
+    own = BlockTable._next_key
+    patch.setattr(BlockTable, "_next_key", lambda self, tokens: (None, own(self, tokens)[1]))
 
 
 def failed_requests_keep_their_blocks(patch):

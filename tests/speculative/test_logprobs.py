@@ -195,7 +195,7 @@ def test_tokens_after_a_stop_string_have_no_logprobs():
     output = OutputProcessor(params, lambda ids: "".join("abcdefgh"[i] for i in ids))
     row = np.arange(8, dtype=np.float32)
     for tokens in ([0, 1], [2, 3, 4, 5]):
-        output.take(sequence.Step(tokens, 0, 0, logprobs=[token_logprobs(row, token, 1) for token in tokens]))
+        output.add_step(sequence.Step(tokens, 0, 0, logprobs=[token_logprobs(row, token, 1) for token in tokens]))
     assert output.result.tokens == [0, 1, 2, 3] and [one.rank for one in output.result.logprobs] == [8, 7, 6, 5]
 
 

@@ -280,7 +280,7 @@ def test_request_that_no_token_can_continue_ends_alone(models):
 
 
 def test_request_with_too_complex_grammar_ends_alone(models, monkeypatch):
-    monkeypatch.setattr(grammar, "MOST_LEXER_STATES", 60)
+    monkeypatch.setattr(grammar, "MAX_LEXER_STATES", 60)
     decoder = batch(models, "good")
     exploding = StructuredOutputConfig(regex="(a|b|c|d)*a(a|b|c|d){12}")
     bad = decoder.add_request(PROMPT, config_of(None, structured_output_config=exploding, max_new_tokens=500), seed=1)
@@ -363,7 +363,7 @@ def test_forced_tokens_are_drafted_without_the_draft_model(pair, monkeypatch):
     assert free[0].tokens == free[1].tokens
     assert all("excludes iterations with tokens that the grammar forces" in one.draft_length for one in free)
     assert sum(free[0].accepted) > len(free[0].tokens) / 3 and len(free[1].gained) <= len(free[0].gained)
-    monkeypatch.setattr(sequence, "MOST_FORCED", 0)
+    monkeypatch.setattr(sequence, "MAX_FORCED", 0)
     plain = alone.generate("def f(x):\n", json_config())
     assert plain.tokens == free[0].tokens and not sum(plain.proposed)
 
@@ -413,9 +413,9 @@ def test_mask_thread_runs_only_for_requests_with_a_grammar(pair):
 def test_all_masks_are_ready_when_the_forward_pass_ends(pair, monkeypatch):
     """`verify` computes none itself, whatever was drafted."""
     by = []
-    compute = GrammarState._compute
+    compute = GrammarState._compute_mask
     monkeypatch.setattr(
-        GrammarState, "_compute", lambda self: by.append(threading.current_thread().name) or compute(self)
+        GrammarState, "_compute_mask", lambda self: by.append(threading.current_thread().name) or compute(self)
     )
     for decoder in (
         pair[0],
@@ -448,11 +448,11 @@ def draft_without_mask(patch):
 def mask_not_rolled_back(patch):
     def forward_only(self, generated):
         self._masks.clear()
-        self._matcher.try_consume_tokens(generated[self._read :].tolist())
-        self._read = len(generated)
+        self._matcher.try_consume_tokens(generated[self._consumed :].tolist())
+        self._consumed = len(generated)
         return not any(token == STOP for token in generated)
 
-    patch.setattr(GrammarState, "_go_to", forward_only)
+    patch.setattr(GrammarState, "_advance", forward_only)
 
 
 def mask_of_previous_token(patch):
@@ -461,24 +461,24 @@ def mask_of_previous_token(patch):
 
 
 def end_allowed_anywhere(patch):
-    compute = GrammarState._compute
+    compute = GrammarState._compute_mask
 
     def with_end(self):
         mask = compute(self)
         return Mask.of(np.array([token in mask or token == STOP for token in range(VOCABULARY)]))
 
-    patch.setattr(GrammarState, "_compute", with_end)
+    patch.setattr(GrammarState, "_compute_mask", with_end)
 
 
 def mask_of_rejected_draft_kept(patch):
-    see = GrammarState._see
+    see = GrammarState._drop_stale_masks
 
     def keeps(self, generated):
         kept = dict(self._masks)
         see(self, generated)
         self._masks = kept
 
-    patch.setattr(GrammarState, "_see", keeps)
+    patch.setattr(GrammarState, "_drop_stale_masks", keeps)
 
 
 def only_canonical_tokenization(patch):

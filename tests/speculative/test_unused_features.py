@@ -13,7 +13,7 @@ from speculative import batch_decoder, decoder
 from tests.support.paths import DRAFT, MAIN
 
 FEATURES = {"sampling/grammar.py", "sampling/logprobs.py"}
-OTHERS = {("sampling/distribution.py", "_penalised"), ("sequence/mask_thread.py", "_compute")}
+OTHERS = {("sampling/distribution.py", "_processed"), ("sequence/mask_thread.py", "_compute")}
 ROOT = Path(speculative.__file__).parent
 
 

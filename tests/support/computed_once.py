@@ -19,7 +19,7 @@ class ComputedOnce:
         if self.pass_width and len(tokens) <= self._prompt:
             self.pass_width.reset()
         elif self.pass_width:
-            self.pass_width.of(last + len(leaves))
+            self.pass_width.width_for(last + len(leaves))
         text = tokens.tobytes(), last, tuple(leaves)
         if text not in self._known:
             self._known[text] = self._model.logits(tokens, last, leaves).copy()

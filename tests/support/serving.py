@@ -165,10 +165,10 @@ class Counts:
     def __init__(self):
         self.outcomes = []
 
-    def refused(self, status: int) -> None:
+    def count_rejected(self, status: int) -> None:
         self.outcomes.append(f"refused_{status}")
 
-    def over(self, job, outcome: str) -> None:
+    def count_finished(self, job, outcome: str) -> None:
         self.outcomes.append(outcome)
 
 

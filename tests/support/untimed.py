@@ -7,7 +7,7 @@ class Untimed(BatchDraftLength):
     """Decides by the given costs, whatever time this machine takes."""
 
     def update_draft(self, tokens, seconds, search_seconds=0.0):
-        super().update_draft(tokens, float(self.of_round(tokens)))
+        super().update_draft(tokens, float(self.round_cost(tokens)))
 
     def update_main(self, verified, prompts, gained, seconds):
         super().update_main(verified, prompts, gained, float(self.main(verified + prompts)))

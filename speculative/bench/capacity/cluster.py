@@ -21,9 +21,10 @@ from speculative.bench.load.metrics import RequestRecord, Span
 
 Routing = Literal["balanced", "prefix"]
 ROUTINGS: tuple[Routing, ...] = ("balanced", "prefix")
-MOST_SIMULATED = 8  # replicas; more are simulated as this many, with their share of the requests
-RETRY = 0.1  # seconds after which a client whose request was refused sends another
-COUNTED = (0.2, 0.9)  # shares of the requests between which they are counted: the load is not steady before and after
+MAX_SIMULATED = 8  # replicas; more are simulated as this many, with their share of the requests
+RETRY_SECONDS = 0.1  # until a client whose request was refused sends the next
+# shares of the requests between which they are counted: the load is not steady before and after
+COUNTED_SHARES = (0.2, 0.9)
 
 
 class Router:
@@ -39,19 +40,19 @@ class Router:
         self._replicas = replicas
         self._random = random
         self._tolerance = max(replicas[0].settings.max_num_seqs // 4, 1)
-        self._having: dict[int, set[int]] = {}  # indices of replicas by chat
+        self._replicas_of_chat: dict[int, set[int]] = {}  # indices of replicas by chat
 
     def choose(self, request: SimulatedRequest) -> Replica:
         loads = [replica.load for replica in self._replicas]
         if len(loads) == 1:
             return self._replicas[0]
-        most = min(loads) + self._tolerance
+        max_load = min(loads) + self._tolerance
         chat = request.chat
-        having = sorted(self._having.get(chat, ())) if self._by_prefix and request.shared >= BLOCK else []
-        fit = [i for i in having if loads[i] <= most]
-        compared = fit or self._random.choice(len(loads), 2, replace=False).tolist()
-        chosen = min(compared, key=lambda i: loads[i])
-        self._having.setdefault(chat, set()).add(chosen)
+        matching = sorted(self._replicas_of_chat.get(chat, ())) if self._by_prefix and request.shared >= BLOCK else []
+        eligible = [i for i in matching if loads[i] <= max_load]
+        candidates = eligible or self._random.choice(len(loads), 2, replace=False).tolist()
+        chosen = min(candidates, key=lambda i: loads[i])
+        self._replicas_of_chat.setdefault(chat, set()).add(chosen)
         return self._replicas[chosen]
 
 
@@ -67,15 +68,15 @@ class Served:
 
     def ttft(self) -> list[float]:
         """Seconds to the first token of each request; infinite for a refused one."""
-        return [one.first - one.sent if not one.refused else float("inf") for one in self.requests]
+        return [request.first - request.sent if not request.refused else float("inf") for request in self.requests]
 
     def tpot(self) -> list[float]:
         """Seconds per output token after the first, of each request that has others; of a refused one infinitely
         many."""
         return [
-            float("inf") if one.refused else (one.end - one.first) / (one.output - 1)
-            for one in self.requests
-            if one.refused or one.output > 1
+            float("inf") if request.refused else (request.end - request.first) / (request.output - 1)
+            for request in self.requests
+            if request.refused or request.output > 1
         ]
 
 
@@ -85,36 +86,37 @@ def serve(
 ) -> Served:  # fmt: skip
     """Simulate `count` requests, `rate` per second for all replicas together, until all are answered or refused.
 
-    Of more than `MOST_SIMULATED` replicas, so many are simulated with their share of the requests: comparing
+    Of more than `MAX_SIMULATED` replicas, so many are simulated with their share of the requests: comparing
     two random replicas does not work otherwise with more of them.
     """
-    simulated = min(replicas, MOST_SIMULATED)
+    simulated = min(replicas, MAX_SIMULATED)
     share = simulated / replicas
     random = np.random.default_rng(seed)
     # Routing by prefix keeps a chat on these replicas; otherwise any replica may have had its last request.
     seen = 1.0 if routing == "prefix" else share
-    arrivals, begun = workload.arrivals(rate * share, count, random, seen)
+    arrivals, ongoing_chats = workload.arrivals(rate * share, count, random, seen)
     environment = simpy.Environment()
-    pool = _replicas(environment, costs, settings, simulated)
-    chooser = Router(routing, pool, random)
+    simulated_replicas = _replicas(environment, costs, settings, simulated)
+    router = Router(routing, simulated_replicas, random)
     if workload.cached:
-        _fill_caches(arrivals, begun, pool, chooser)
+        _fill_caches(arrivals, ongoing_chats, simulated_replicas, router)
 
     def arrive() -> Generator[simpy.Event, None, None]:
         for request in arrivals:
             yield environment.timeout(max(request.sent + costs.latency - environment.now, 0.0))
-            chooser.choose(request).submit(request, costs.latency)
+            router.choose(request).submit(request, costs.latency)
         for request in arrivals:
             yield request.done
 
     environment.run(environment.process(arrive()))
-    counted = arrivals[int(COUNTED[0] * count) : math.ceil(COUNTED[1] * count)]
-    busy, in_batch = sum(one.busy for one in pool), sum(one.in_batch for one in pool)
+    counted = arrivals[int(COUNTED_SHARES[0] * count) : math.ceil(COUNTED_SHARES[1] * count)]
+    busy = sum(replica.busy for replica in simulated_replicas)
+    batch_seconds = sum(replica.in_batch for replica in simulated_replicas)
     seconds = float(environment.now)
     begin, end = counted[0].sent, counted[-1].sent
-    tokens = sum(one.output for one in arrivals if not one.refused and begin <= one.end < end)
+    tokens = sum(request.output for request in arrivals if not request.refused and begin <= request.end < end)
     throughput = tokens / (end - begin) / share if end > begin else 0.0
-    return Served(counted, busy / (seconds * simulated), in_batch / busy if busy else 0.0, throughput, seconds)
+    return Served(counted, busy / (seconds * simulated), batch_seconds / busy if busy else 0.0, throughput, seconds)
 
 
 def _replicas(environment: simpy.Environment, costs: Costs, settings: Settings, n: int) -> list[Replica]:
@@ -123,14 +125,14 @@ def _replicas(environment: simpy.Environment, costs: Costs, settings: Settings, 
 
 
 def _fill_caches(
-    arrivals: Sequence[SimulatedRequest], begun: set[int], pool: Sequence[Replica], chooser: Router
+    arrivals: Sequence[SimulatedRequest], ongoing_chats: set[int], simulated_replicas: Sequence[Replica], router: Router
 ) -> None:
-    """Fill the prefix caches with the beginnings of the chats that have `begun` before; all replicas know chat 0."""
+    """Fill the prefix caches with the prefixes of `ongoing_chats`; all replicas have that of chat 0."""
     first: dict[int, SimulatedRequest] = {}
     for request in arrivals:
         first.setdefault(request.chat, request)
-    for chat in sorted(begun & set(first)):
-        for replica in pool if chat == 0 else [chooser.choose(first[chat])]:
+    for chat in sorted(ongoing_chats & set(first)):
+        for replica in simulated_replicas if chat == 0 else [router.choose(first[chat])]:
             replica.remember(chat, first[chat].shared)
 
 
@@ -144,7 +146,7 @@ class ClosedLoop:
     ):  # fmt: skip
         self._environment = simpy.Environment()
         self.replicas = _replicas(self._environment, costs, settings, replicas)
-        self._seed, self._spans = seed, 0  # the same requests, whatever the settings and the order of their answers
+        self._seed, self._num_spans = seed, 0  # the same requests, whatever the settings and the order of their answers
         self._router = Router(routing, self.replicas, np.random.default_rng(seed))
         self._workload = workload
         self._latency = costs.latency
@@ -153,18 +155,18 @@ class ClosedLoop:
         """As `Load.run`: the simulated records of `clients` clients for `seconds`."""
         begin, numbers = float(self._environment.now), itertools.count(first)
         records: list[RequestRecord] = []
-        self._spans += 1
+        self._num_spans += 1
 
         def client() -> Generator[simpy.Event, None, None]:
             while self._environment.now < begin + seconds:
                 number = next(numbers)
-                request = self._workload.numbered(number, np.random.default_rng([self._seed, self._spans, number]))
+                request = self._workload.numbered(number, np.random.default_rng([self._seed, self._num_spans, number]))
                 if self._latency:
                     yield self._environment.timeout(self._latency)
                 yield self._router.choose(request).submit(request, self._latency)
                 records.append(record(number, request))
                 if request.refused:
-                    yield self._environment.timeout(RETRY)
+                    yield self._environment.timeout(RETRY_SECONDS)
 
         done = [self._environment.process(client()) for _ in range(clients)]
         self._environment.run(simpy.AllOf(self._environment, done))
@@ -177,5 +179,5 @@ def record(number: int, request: SimulatedRequest) -> RequestRecord:
         return RequestRecord(number, request.sent, end=request.end, error="the queue is full")
     return RequestRecord(
         number, request.sent, request.first, request.end, tokens=request.output, accepted=request.accepted,
-        rejected=request.proposed - request.accepted, finish_reason="length", whole=True,
+        rejected=request.proposed - request.accepted, finish_reason="length", is_complete=True,
     )  # fmt: skip

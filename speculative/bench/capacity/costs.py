@@ -22,11 +22,11 @@ from speculative.drafting.latency_curve import LatencyCurve, monotone
 from speculative.models.paged_model import rounded_up
 
 FORMAT = 2  # of the file
-MOST_TOKENS = 2048  # in a forward pass
+MAX_TOKENS = 2048  # in a forward pass
 
 T = TypeVar("T")
 
-Judged = tuple[float, bool]
+JudgedToken = tuple[float, bool]
 """The draft's confidence in a token, and whether the main model accepts the token if it accepts those before it."""
 
 
@@ -53,18 +53,18 @@ class ModelCosts:
         """Seconds of a forward pass over `tokens` tokens of `sequences` sequences with `rows` logits. The sequences
         have `context` tokens in the cache, those that their tokens attend to are `attended`."""
         table: list[float] = getattr(self, "_further" if further else "_of")
-        least = table[min(rows, MOST_TOKENS)]
-        of_tokens = max(table[min(rounded_up(tokens), MOST_TOKENS)] - self.without_logits * (tokens - rows), least)
-        in_cache = self.context * context + self.attention * attended
-        return of_tokens + self.change * changed + self.sequence * (sequences - 1) + in_cache
+        minimum = table[min(rows, MAX_TOKENS)]
+        token_seconds = max(table[min(rounded_up(tokens), MAX_TOKENS)] - self.without_logits * (tokens - rows), minimum)
+        cache_seconds = self.context * context + self.attention * attended
+        return token_seconds + self.change * changed + self.sequence * (sequences - 1) + cache_seconds
 
 
 def _table(passes: Mapping[int, float]) -> list[float]:
     """Seconds of 0, 1, ..., MOST_TOKENS tokens: interpolated, extrapolated linearly."""
     n, seconds = monotone(passes)
-    table = np.interp(np.arange(MOST_TOKENS + 1), n, seconds)
+    table = np.interp(np.arange(MAX_TOKENS + 1), n, seconds)
     if len(n) > 1:
-        table[n[-1] :] += (seconds[-1] - seconds[-2]) / (n[-1] - n[-2]) * np.arange(MOST_TOKENS + 1 - n[-1])
+        table[n[-1] :] += (seconds[-1] - seconds[-2]) / (n[-1] - n[-2]) * np.arange(MAX_TOKENS + 1 - n[-1])
     table[0] = 0.0
     return table.tolist()
 
@@ -97,7 +97,7 @@ class Costs:
     main: ModelCosts
     draft: ModelCosts | None = None
     outside: Outside = Outside()  # with the draft, if there is one
-    judged: Sequence[Sequence[Judged]] = ()  # draft tokens of each prompt's text, in their order in the text
+    judged: Sequence[Sequence[JudgedToken]] = ()  # draft tokens of each prompt's text, in their order in the text
     prompt_tokens: Sequence[int] = ()  # lengths of the measured prompts
     shares_prefixes: bool = True  # whether the draft's cache shares blocks of common prefixes, too
     outside_alone: Outside | None = None  # of the main model alone; None: as `outside`
@@ -150,32 +150,32 @@ class Costs:
             raise ValueError(f"{path} has no costs: give a file written by --save-costs") from None
 
 
-def median(several: Sequence[Costs]) -> Costs:
+def median(starts: Sequence[Costs]) -> Costs:
     """The medians of costs of the same models and machine, of several starts: the speed of a machine varies from minute
     to minute, and with the place at which a process loads a model. Judged draft tokens are those of the first start."""
-    first = several[0]
-    drafts = [costs.draft for costs in several if costs.draft]
-    alone = [costs.outside_alone or costs.outside for costs in several]
+    first = starts[0]
+    drafts = [costs.draft for costs in starts if costs.draft]
+    alone = [costs.outside_alone or costs.outside for costs in starts]
     return replace(
         first,
-        main=_medians([costs.main for costs in several]),
+        main=_medians([costs.main for costs in starts]),
         draft=_medians(drafts) if drafts else None,
-        outside=_medians([costs.outside for costs in several]),
+        outside=_medians([costs.outside for costs in starts]),
         outside_alone=_medians(alone),
     )
 
 
-def _medians(several: Sequence[T]) -> T:
+def _medians(starts: Sequence[T]) -> T:
     """The medians of the fields of dataclasses: of numbers, and of tables of numbers by number of tokens."""
-    found: dict[str, Any] = {}
-    for field in fields(several[0]):  # type: ignore[arg-type]
-        values = [getattr(one, field.name) for one in several]
+    medians: dict[str, Any] = {}
+    for field in fields(starts[0]):  # type: ignore[arg-type]
+        values = [getattr(start, field.name) for start in starts]
         if isinstance(values[0], Mapping):
-            common = [n for n in values[0] if all(n in one for one in values)]
-            found[field.name] = {n: statistics.median(one[n] for one in values) for n in common}
+            common = [n for n in values[0] if all(n in start for start in values)]
+            medians[field.name] = {n: statistics.median(start[n] for start in values) for n in common}
         else:
-            found[field.name] = values[0] if values[0] is None else statistics.median(values)
-    return type(several[0])(**found)
+            medians[field.name] = values[0] if values[0] is None else statistics.median(values)
+    return type(starts[0])(**medians)
 
 
 def _model(content: dict) -> ModelCosts:

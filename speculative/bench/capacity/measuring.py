@@ -23,9 +23,9 @@ import numpy as np
 from openvino_genai import GenerationConfig
 
 from speculative.batch_decoder import BatchDecoder
-from speculative.bench.capacity.costs import Costs, Judged, ModelCosts, Outside
+from speculative.bench.capacity.costs import Costs, JudgedToken, ModelCosts, Outside
 from speculative.bench.capacity.least_squares import non_negative
-from speculative.bench.load.metrics import EACH
+from speculative.bench.load.metrics import PROMPTS_PER_RUN
 from speculative.cli.progress import tqdm
 from speculative.drafting.acceptance import AcceptanceEstimate
 from speculative.drafting.batch_policy import BatchDraftLength
@@ -37,9 +37,9 @@ from speculative.models.paged_model import rounded_up
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)  # tokens in one forward pass
 SHORT, LONG = 64, 1024  # tokens in the context, if they fit
 SEQUENCES = 16  # with one token each, in one forward pass
-TIMES, ENOUGH_SECONDS = 5, 20.0  # repetitions; two do after so many seconds
-TEXTS = (1, 4, 16)  # decoded at once
-DRAFTED = 8  # draft tokens for each text and iteration while draft tokens are judged
+REPETITIONS, ENOUGH_SECONDS = 5, 20.0  # repetitions; two do after so many seconds
+BATCH_SIZES = (1, 4, 16)  # decoded at once
+DRAFT_LENGTH = 8  # draft tokens for each text and iteration while draft tokens are judged
 RUN_SECONDS = 2.5  # for each number of texts, with and without drafts; longer until each of them has ended
 OUTLIER = 10.0  # median absolute deviations from which a time is left out
 
@@ -51,23 +51,28 @@ def measure(decoder: BatchDecoder, prompts: Sequence[np.ndarray], max_new_tokens
     may be asked for by index) of `max_new_tokens` tokens. Takes a minute."""
     main = measure_main(decoder.main)
     draft = draft_costs(decoder)
-    alone, *drafting = [Recorder(Costs(main, draft), drafted) for drafted in ([0, 0, DRAFTED] if draft else [0])]
-    usual, model, each = decoder.draft_length, decoder.draft, EACH * len(prompts)
-    numbers = {recorder: itertools.count(each * i) for i, recorder in enumerate([alone, *drafting], start=1)}
+    plain_recorder, *drafting = [
+        Recorder(Costs(main, draft), drafted) for drafted in ([0, 0, DRAFT_LENGTH] if draft else [0])
+    ]
+    original_policy, model, numbers_per_run = decoder.draft_length, decoder.draft, PROMPTS_PER_RUN * len(prompts)
+    numbers = {
+        recorder: itertools.count(numbers_per_run * i)
+        for i, recorder in enumerate([plain_recorder, *drafting], start=1)
+    }
     try:
-        for texts, recorder in tqdm(list(itertools.product(TEXTS, numbers)), desc="iterations", leave=False):
-            decoder.draft_length, decoder.draft = recorder, None if recorder is alone else model
+        for texts, recorder in tqdm(list(itertools.product(BATCH_SIZES, numbers)), desc="iterations", leave=False):
+            decoder.draft_length, decoder.draft = recorder, None if recorder is plain_recorder else model
             with recorder.timing(decoder):
                 recorder.run(decoder, prompts, numbers[recorder], texts, max_new_tokens)
     finally:
-        decoder.draft_length, decoder.draft = usual, model
+        decoder.draft_length, decoder.draft = original_policy, model
     if draft:
         draft = draft_while_decoding(draft, [one for recorder in drafting for one in recorder.draft_passes])
-    judged = {i: text for i, text in sorted((drafting or [alone])[-1].judged.items()) if text}
-    lengths = [len(prompts[each + i]) for i in (judged or range(len(prompts)))]
+    judged = {i: text for i, text in sorted((drafting or [plain_recorder])[-1].judged.items()) if text}
+    lengths = [len(prompts[numbers_per_run + i]) for i in (judged or range(len(prompts)))]
     shares = decoder.draft is None or decoder.draft.shares
-    outside = outside_of(drafting or [alone])
-    return Costs(main, draft, outside, list(judged.values()), lengths, shares, outside_of([alone]))
+    outside = outside_of(drafting or [plain_recorder])
+    return Costs(main, draft, outside, list(judged.values()), lengths, shares, outside_of([plain_recorder]))
 
 
 # ---- forward passes -------------------------------------------------------------------------------------------------
@@ -76,38 +81,41 @@ def measure(decoder: BatchDecoder, prompts: Sequence[np.ndarray], max_new_tokens
 def measure_main(model: BatchModel) -> ModelCosts:
     """The costs of the main model's forward passes. Passes that are compared follow one another, as the speed of a
     machine changes with time; each is run twice, because the first one may be prepared again."""
-    most = min(model.context, LONG + SIZES[-1])
-    ids = (np.arange(most, dtype=np.int64) * 7919 + 1) % model.vocab_size
-    short, long = (max(1, min(context, most - SIZES[-1])) for context in (SHORT, LONG))
-    sizes = [n for n in SIZES if short + n <= most]
+    max_tokens = min(model.context, LONG + SIZES[-1])
+    ids = (np.arange(max_tokens, dtype=np.int64) * 7919 + 1) % model.vocab_size
+    short, long = (max(1, min(context, max_tokens - SIZES[-1])) for context in (SHORT, LONG))
+    sizes = [n for n in SIZES if short + n <= max_tokens]
     last = sizes[-1]
-    slots = [model.slot(most), model.slot(short + last), *(model.slot(short + 1) for _ in range(SEQUENCES - 1))]
-    far, near = slots[:1], slots[1:]
+    slots = [model.slot(max_tokens), model.slot(short + last), *(model.slot(short + 1) for _ in range(SEQUENCES - 1))]
+    long_slots, short_slots = slots[:1], slots[1:]
 
     def seconds(slots: Sequence[Slot], context: int, tokens: int, rows: int) -> list[float]:
         """Of the first and the second pass over `tokens` tokens of each sequence."""
-        found = []
+        pass_seconds = []
         for _ in range(2):
             for slot in slots:
                 slot.start_write(context, context)  # computes them again
             begin = time.perf_counter()
             model.logits([ScheduledTokens(slot, ids[: context + tokens], rows) for slot in slots])
-            found.append(time.perf_counter() - begin)
-        return found
+            pass_seconds.append(time.perf_counter() - begin)
+        return pass_seconds
 
     rounds: list[_Round] = []
     try:
-        model.logits([ScheduledTokens(far[0], ids, 1)])
-        for slot in near:
+        model.logits([ScheduledTokens(long_slots[0], ids, 1)])
+        for slot in short_slots:
             model.logits([ScheduledTokens(slot, ids[:short], 1)])
         began = time.perf_counter()
-        while len(rounds) <= TIMES:
-            times = {n: seconds(near[:1], short, n, n) for n in sizes}
-            many = times[last][1]
-            one_row, many_far = seconds(near[:1], short, last, 1)[1], seconds(far, long, last, last)[1]
-            one, one_far = seconds(near[:1], short, 1, 1)[1], seconds(far, long, 1, 1)[1]
-            in_one, in_several = seconds(near[:1], short, SEQUENCES, SEQUENCES)[1], seconds(near, short, 1, 1)[1]
-            rounds.append(_Round(times, many - one_row, many_far - many, one_far - one, in_several - in_one))
+        while len(rounds) <= REPETITIONS:
+            times = {n: seconds(short_slots[:1], short, n, n) for n in sizes}
+            many_tokens = times[last][1]
+            one_row = seconds(short_slots[:1], short, last, 1)[1]
+            many_tokens_long = seconds(long_slots, long, last, last)[1]
+            one, one_token_long = seconds(short_slots[:1], short, 1, 1)[1], seconds(long_slots, long, 1, 1)[1]
+            in_one = seconds(short_slots[:1], short, SEQUENCES, SEQUENCES)[1]
+            in_several = seconds(short_slots, short, 1, 1)[1]
+            far_many, far_one = many_tokens_long - many_tokens, one_token_long - one
+            rounds.append(_Round(times, many_tokens - one_row, far_many, far_one, in_several - in_one))
             if len(rounds) > 2 and time.perf_counter() - began > ENOUGH_SECONDS:
                 break
     finally:
@@ -128,11 +136,11 @@ class _Round(NamedTuple):
 
 def _costs_of(rounds: Sequence[_Round], short: int, long: int) -> ModelCosts:
     sizes = list(rounds[0].passes)
-    more = max(sizes[-1] - 1, 1)  # tokens of the largest pass, beyond one
+    extra_tokens = max(sizes[-1] - 1, 1)  # tokens of the largest pass, beyond one
     without, far_many, far_one, sequences = (
         max(0.0, statistics.median(values)) for values in zip(*(one[1:] for one in rounds), strict=True)
     )
-    attention = max(0.0, far_many - far_one) / (more * max(long - short, 1))
+    attention = max(0.0, far_many - far_one) / (extra_tokens * max(long - short, 1))
     context = max(0.0, far_one / max(long - short, 1) - attention)
     passes, changes = {}, []
     for n in sizes:
@@ -141,7 +149,7 @@ def _costs_of(rounds: Sequence[_Round], short: int, long: int) -> ModelCosts:
         changes.append(changed - same)
     sequence = max(0.0, sequences / (SEQUENCES - 1) - short * context)
     change = max(0.0, statistics.median(changes))
-    return ModelCosts(passes, without / more, change, context, attention, sequence)
+    return ModelCosts(passes, without / extra_tokens, change, context, attention, sequence)
 
 
 def draft_costs(decoder: BatchDecoder) -> ModelCosts | None:
@@ -163,27 +171,27 @@ class DraftPass(NamedTuple):
     further: bool  # in the same iteration as the one before
 
 
-def draft_while_decoding(alone: ModelCosts, passes: Sequence[DraftPass]) -> ModelCosts:
-    """The costs of a draft that was measured `alone`, with what its `passes` took longer. None is below the shortest of
-    these: where other programs ran beside the first measurement, the passes took less."""
+def draft_while_decoding(standalone: ModelCosts, passes: Sequence[DraftPass]) -> ModelCosts:
+    """The costs of a draft with `standalone` costs, corrected by how much longer its `passes` took while decoding. No
+    cost is below the shortest of these passes: with other programs running, the first measurement may take longer."""
 
     def longer(further: bool, changed: bool) -> float:
-        found = [
-            one.seconds - alone.seconds(one.tokens, one.tokens, further=further)
+        differences = [
+            one.seconds - standalone.seconds(one.tokens, one.tokens, further=further)
             for one in passes
             if (one.further, one.changed) == (further, changed)
         ]
-        return statistics.median(found) if found else 0.0
+        return statistics.median(differences) if differences else 0.0
 
     same = longer(further=True, changed=False)
     change = max(0.0, longer(further=True, changed=True) - same)
     first = longer(further=False, changed=True) - change  # nearly all first ones are over another number
-    least = min((one.seconds for one in passes), default=0.0)
+    shortest = min((one.seconds for one in passes), default=0.0)
     by_tokens = [
-        {n: max(seconds + more, least) for n, seconds in table.items()}
-        for table, more in ((alone.passes, first), (alone.further or alone.passes, same))
+        {n: max(seconds + more, shortest) for n, seconds in table.items()}
+        for table, more in ((standalone.passes, first), (standalone.further or standalone.passes, same))
     ]
-    return dataclasses.replace(alone, passes=by_tokens[0], further=by_tokens[1], change=change)
+    return dataclasses.replace(standalone, passes=by_tokens[0], further=by_tokens[1], change=change)
 
 
 # ---- iterations -----------------------------------------------------------------------------------------------------
@@ -205,9 +213,9 @@ class JudgedEstimate(AcceptanceEstimate):
     """Also records whether draft tokens were accepted, up to the first rejected one of each iteration. The token after
     accepted ones, which was not drafted, is taken for one like the last of them."""
 
-    def __init__(self, judged: list[Judged]):
+    def __init__(self, judged: list[JudgedToken]):
         super().__init__()
-        self._told = judged
+        self._recorded = judged
         self._confidences: list[float] = []
 
     def begin(self) -> None:
@@ -220,9 +228,9 @@ class JudgedEstimate(AcceptanceEstimate):
 
     def update(self, drafted: int, accepted: int) -> None:
         super().update(drafted, accepted)
-        self._told += [(confidence, i < accepted) for i, confidence in enumerate(self._confidences[: accepted + 1])]
+        self._recorded += [(confidence, i < accepted) for i, confidence in enumerate(self._confidences[: accepted + 1])]
         if 0 < drafted == accepted:
-            self._told.append(self._told[-1])
+            self._recorded.append(self._recorded[-1])
 
 
 class Recorder(BatchDraftLength):
@@ -236,21 +244,21 @@ class Recorder(BatchDraftLength):
         self.iterations: list[Iteration] = []
         self.draft_passes: list[DraftPass] = []
         self.arrivals: list[float] = []  # seconds of each new request
-        self.judged: dict[int, list[Judged]] = {}  # by prompt, of its first text
+        self.judged: dict[int, list[JudgedToken]] = {}  # by prompt, of its first text
         self._prompt = 0  # of the newest request
         self._fixed = drafted
         self._width = 0  # tokens of the draft's last forward pass
-        self._within, self._rounds = 0.0, 0  # of this iteration: seconds of forward passes, and drafting rounds
+        self._forward_seconds, self._rounds = 0.0, 0  # of this iteration
         self._requests, self._prompts = 0, 0  # of this iteration
         self._main, self._expected = 0.0, 0.0  # seconds of its main forward pass
 
     def estimate(self, combined: bool = False) -> Estimate:
-        judged: list[Judged] = []
+        judged: list[JudgedToken] = []
         self.judged.setdefault(self._prompt, judged)
         return JudgedEstimate(judged)
 
-    def choose(self, estimates: Sequence[Estimate], tokens: int, anyway: int, forced: bool = False) -> list[int]:
-        super().choose(estimates, tokens, anyway, forced)
+    def choose(self, estimates: Sequence[Estimate], tokens: int, model_users: int, forced: bool = False) -> list[int]:
+        super().choose(estimates, tokens, model_users, forced)
         return [i for i, estimate in enumerate(estimates) if estimate.drafted < self._fixed]
 
     def update_draft(self, tokens: int, seconds: float, search_seconds: float = 0.0) -> None:
@@ -271,24 +279,24 @@ class Recorder(BatchDraftLength):
 
     def _timed(self, logits: Logits, of_draft: bool) -> Logits:
         def timed(parts: Sequence[ScheduledTokens]) -> list[np.ndarray]:
-            entered = time.perf_counter()
+            begin_total = time.perf_counter()
             starts = [part.start for part in parts]
             begin = time.perf_counter()
-            found = logits(parts)
+            result = logits(parts)
             seconds = time.perf_counter() - begin
-            (self._see_draft_pass if of_draft else self._see_main_pass)(parts, starts, seconds)
-            self._within += time.perf_counter() - entered
-            return found
+            (self._record_draft_pass if of_draft else self._record_main_pass)(parts, starts, seconds)
+            self._forward_seconds += time.perf_counter() - begin_total
+            return result
 
         return timed
 
-    def _see_draft_pass(self, parts: Sequence[ScheduledTokens], starts: Sequence[int], seconds: float) -> None:
+    def _record_draft_pass(self, parts: Sequence[ScheduledTokens], starts: Sequence[int], seconds: float) -> None:
         tokens = sum(len(part.tokens) for part in parts) - sum(starts)
         width = rounded_up(tokens)
         self.draft_passes.append(DraftPass(tokens, seconds, width != self._width, self._rounds > 0))
         self._width = width
 
-    def _see_main_pass(self, parts: Sequence[ScheduledTokens], starts: Sequence[int], seconds: float) -> None:
+    def _record_main_pass(self, parts: Sequence[ScheduledTokens], starts: Sequence[int], seconds: float) -> None:
         computed = [len(part.tokens) - start for part, start in zip(parts, starts, strict=True)]
         attended = sum(start * n for start, n in zip(starts, computed, strict=True))
         tokens, width = sum(computed), self.pass_width
@@ -303,27 +311,27 @@ class Recorder(BatchDraftLength):
         self, decoder: BatchDecoder, prompts: Sequence[np.ndarray], numbers: Iterator[int], texts: int, tokens: int
     ) -> None:
         """Decode `texts` texts at once, a new one when one ends."""
-        config, going = GenerationConfig(max_new_tokens=tokens, ignore_eos=True), 0
-        least, until = texts, time.perf_counter() + RUN_SECONDS
+        config, running = GenerationConfig(max_new_tokens=tokens, ignore_eos=True), 0
+        remaining, deadline = texts, time.perf_counter() + RUN_SECONDS
         while True:
-            while going < texts and (least > 0 or time.perf_counter() < until):
+            while running < texts and (remaining > 0 or time.perf_counter() < deadline):
                 number, begin = next(numbers), time.perf_counter()
                 ids, self._prompt = prompts[number], number % len(prompts)
                 if not decoder.has_room(len(ids) + tokens):
                     break
                 decoder.add_request(ids, config)
                 self.arrivals.append(time.perf_counter() - begin)
-                going, least = going + 1, least - 1
-            if not going:
+                running, remaining = running + 1, remaining - 1
+            if not running:
                 return
-            going -= self._step(decoder)
+            running -= self._step(decoder)
 
     def _step(self, decoder: BatchDecoder) -> int:
         """Run and record an iteration; returns how many requests it has finished."""
-        self._within, self._rounds = 0.0, 0
+        self._forward_seconds, self._rounds = 0.0, 0
         begin = time.perf_counter()
         outputs = decoder.step()
-        seconds = time.perf_counter() - begin - self._within
+        seconds = time.perf_counter() - begin - self._forward_seconds
         drafted = sum(output.step.proposed for output in outputs)
         counts = self._requests, self._rounds, drafted, self._prompts
         self.iterations.append(Iteration(seconds, *counts, self._main, self._expected))
@@ -347,25 +355,27 @@ def _factors(iterations: Sequence[Iteration]) -> tuple[list[float], float]:
     """The factors of plain forward passes, of those with draft tokens and with prompts, 1 without any, and the seconds
     of each sequence after the first."""
     passes = [one for one in iterations if one.expected > 0]
-    kinds = np.array([2 if one.prompts else 1 if one.rounds else 0 for one in passes])
+    pass_kinds = np.array([2 if one.prompts else 1 if one.rounds else 0 for one in passes])
     # relative to the expected time, so that short passes count as much as long ones
     ratios = np.array([one.main / one.expected for one in passes])
     further = np.array([(one.requests - 1) / one.expected for one in passes])
-    kept = np.zeros(len(passes), bool)
-    for kind in set(kinds.tolist()):
-        away = np.abs(ratios - np.median(ratios[kinds == kind]))
-        kept |= (kinds == kind) & (away <= OUTLIER * max(float(np.median(away[kinds == kind])), 1e-9))
-    columns = np.column_stack([*(kinds == kind for kind in range(3)), further]).astype(float)
-    *factors, sequence = non_negative(columns[kept], ratios[kept]).tolist()
-    return [factor if kind in kinds else 1.0 for kind, factor in enumerate(factors)], sequence
+    inliers = np.zeros(len(passes), bool)
+    for kind in set(pass_kinds.tolist()):
+        deviations = np.abs(ratios - np.median(ratios[pass_kinds == kind]))
+        inliers |= (pass_kinds == kind) & (
+            deviations <= OUTLIER * max(float(np.median(deviations[pass_kinds == kind])), 1e-9)
+        )
+    columns = np.column_stack([*(pass_kinds == kind for kind in range(3)), further]).astype(float)
+    *factors, sequence = non_negative(columns[inliers], ratios[inliers]).tolist()
+    return [factor if kind in pass_kinds else 1.0 for kind, factor in enumerate(factors)], sequence
 
 
 def _least_squares(columns: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
     """The coefficients of `columns`, none below 0, without outliers among `values`."""
-    counts, seen = np.array(columns, float), np.array(values)
-    kept, found = np.ones(len(seen), bool), np.zeros(counts.shape[1])
+    counts, observed = np.array(columns, float), np.array(values)
+    inliers, coefficients = np.ones(len(observed), bool), np.zeros(counts.shape[1])
     for _ in range(3):
-        found = non_negative(counts[kept], seen[kept])
-        rest = np.abs(seen - counts @ found)
-        kept = rest <= OUTLIER * max(float(np.median(rest[kept])), 1e-9)
-    return found.tolist()
+        coefficients = non_negative(counts[inliers], observed[inliers])
+        residuals = np.abs(observed - counts @ coefficients)
+        inliers = residuals <= OUTLIER * max(float(np.median(residuals[inliers])), 1e-9)
+    return coefficients.tolist()

@@ -14,25 +14,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from speculative.bench.capacity.cluster import MOST_SIMULATED, ClosedLoop, Routing, serve
+from speculative.bench.capacity.cluster import MAX_SIMULATED, ClosedLoop, Routing, serve
 from speculative.bench.capacity.costs import Costs
 from speculative.bench.capacity.replica import Settings
 from speculative.bench.capacity.workload import Workload, lengths
 from speculative.bench.load.metrics import Load, RequestRecord, Span, row
 from speculative.bench.result import CapacityCheck, CapacityRow, Drawn, LoadRow
 
-ONE_BY_ONE = 8  # replicas up to which each number is tried; beyond, an eighth more each time
+STEP_DIVISOR = 8  # replicas up to which each number is tried; beyond, an eighth more each time
 FINE = 32  # the smallest number of replicas is found to one in so many
-MOST_REPLICAS = 1_000_000
-EACH = 50  # requests that each replica serves at least, so that its load becomes steady
-MOST_REQUESTS = 5000  # of a simulation, unless more are asked for
-LONE = 300  # most requests, one at a time
-A_MOMENT = 1e-9  # seconds in which each client sends one request
+MAX_REPLICAS = 1_000_000
+REQUESTS_PER_REPLICA = 50  # requests that each replica serves at least, so that its load becomes steady
+MAX_REQUESTS = 5000  # of a simulation, unless more are asked for
+MAX_SINGLE_REQUESTS = 300  # most requests, one at a time
+INSTANT = 1e-9  # seconds in which each client sends one request
 LASTING = 8.0  # duration of a closed loop, in those of a request alone, for each client
 LASTING_LOAD = 16.0  # duration of a simulated load, in goals for TTFT or requests alone
-SURE = 1.1  # excess over the measured throughput of a full batch with which no replica keeps up
+OVERLOAD = 1.1  # excess over the measured throughput of a full batch with which no replica keeps up
 IDLE = 0.02  # share of the time: where replicas compute so little, more of them are no faster
-HELPS = 1.02  # speedup from which a draft helps
+MIN_SPEEDUP = 1.02  # speedup from which a draft helps
 ALONE, DRAFT = "main model alone", "with draft"
 METHODS = {  # of the load benchmarks: whether they have a draft
     "ours, main alone": False,
@@ -71,45 +71,45 @@ class Planner:
         self, costs: Costs, workload: Workload, goals: Goals, routing: Routing = "balanced", count: int = 300,
         seed: int = 0,
     ):  # fmt: skip
-        """`count` requests are simulated for each number of replicas; more if `EACH` per replica are more, or if more
-        arrive in `LASTING_LOAD` goals for TTFT, up to `MOST_REQUESTS`."""
+        """`count` requests are simulated for each number of replicas; more if `REQUESTS_PER_REPLICA` per replica are
+        more, or if more arrive in `LASTING_LOAD` goals for TTFT, up to `MAX_REQUESTS`."""
         self.costs = costs
         self.workload = workload
         self.goals = goals
         self.routing: Routing = routing
         self.count = count
         self.seed = seed
-        self._of_lone: dict[Settings, list[RequestRecord]] = {}
+        self._single_requests: dict[Settings, list[RequestRecord]] = {}
 
     def plan(self, rate: float, settings: Settings) -> Plan:
         """The smallest number of replicas for `rate` requests per second, and others that were tried."""
-        if why_not := self._why_not(settings):
-            return Plan(rate, settings, [], why_not)
-        holds = MOST_REPLICAS + 1
-        tried: dict[int, CapacityRow] = {}
+        if reason := self._unmet_goal(settings):
+            return Plan(rate, settings, [], reason)
+        holds = MAX_REPLICAS + 1
+        rows: dict[int, CapacityRow] = {}
         needed = self._needed(rate, settings)
-        fails, n = math.ceil(needed / SURE) - 1, min(math.ceil(needed), MOST_REPLICAS)
-        while holds - fails > max(holds // FINE if holds <= MOST_REPLICAS else 1, 1):
-            tried[n] = self.row(rate, settings, n)
-            if not tried[n]["holds"] and tried[n]["utilisation"] < IDLE:
-                why_not = self._missed(tried[n]["ttft_percentile"], tried[n]["tpot_percentile"], "a nearly idle")
-                return Plan(rate, settings, [tried[n] for n in sorted(tried)], why_not)
-            if tried[n]["holds"]:
+        fails, n = math.ceil(needed / OVERLOAD) - 1, min(math.ceil(needed), MAX_REPLICAS)
+        while holds - fails > max(holds // FINE if holds <= MAX_REPLICAS else 1, 1):
+            rows[n] = self.row(rate, settings, n)
+            if not rows[n]["holds"] and rows[n]["utilisation"] < IDLE:
+                reason = self._missed(rows[n]["ttft_percentile"], rows[n]["tpot_percentile"], "a nearly idle")
+                return Plan(rate, settings, [rows[n] for n in sorted(rows)], reason)
+            if rows[n]["holds"]:
                 holds = n
-                n = (fails + holds) // 2 if fails in tried else max(n - max(n // ONE_BY_ONE, 1), fails + 1)
+                n = (fails + holds) // 2 if fails in rows else max(n - max(n // STEP_DIVISOR, 1), fails + 1)
             else:
                 fails = n
-                more = n + max(n // ONE_BY_ONE, 1)
-                n = min(more, MOST_REPLICAS) if holds > MOST_REPLICAS else (fails + holds) // 2
-        why_not = "" if holds <= MOST_REPLICAS else f"more than {MOST_REPLICAS:,} would be needed"
-        return Plan(rate, settings, [tried[n] for n in sorted(tried)], why_not)
+                more = n + max(n // STEP_DIVISOR, 1)
+                n = min(more, MAX_REPLICAS) if holds > MAX_REPLICAS else (fails + holds) // 2
+        reason = "" if holds <= MAX_REPLICAS else f"more than {MAX_REPLICAS:,} would be needed"
+        return Plan(rate, settings, [rows[n] for n in sorted(rows)], reason)
 
     def row(self, rate: float, settings: Settings, replicas: int) -> CapacityRow:
         """Simulate `replicas` replicas."""
-        simulated = min(replicas, MOST_SIMULATED)
-        lasting = LASTING_LOAD * max(self.goals.ttft, self._lone_seconds(settings))
-        arriving = math.ceil(min(rate * simulated / replicas * lasting, MOST_REQUESTS))
-        count = max(self.count, EACH * simulated, arriving)
+        simulated = min(replicas, MAX_SIMULATED)
+        lasting = LASTING_LOAD * max(self.goals.ttft, self._seconds_alone(settings))
+        arriving = math.ceil(min(rate * simulated / replicas * lasting, MAX_REQUESTS))
+        count = max(self.count, REQUESTS_PER_REPLICA * simulated, arriving)
         served = serve(self.costs, settings, replicas, self.workload, rate, count, self.routing, self.seed)
         goals, requests = self.goals, served.requests
         answered = [one for one in requests if not one.refused]
@@ -134,9 +134,9 @@ class Planner:
             "holds": _within(ttft[1], goals.ttft) and _within(tpot[1], goals.tpot),
         }
 
-    def _why_not(self, settings: Settings) -> str:
+    def _unmet_goal(self, settings: Settings) -> str:
         """The reason why a replica with a single request misses the goals; "" if it meets them."""
-        span = self._lone(settings)
+        span = self._requests_alone(settings)
         if not span:
             return f"the requests do not fit in a KV cache of {settings.cache_tokens:,} tokens"
         ttft, tpot = (
@@ -155,26 +155,28 @@ class Planner:
                 return f"the {p} {name} of {replica} replica is {seconds:.3g} s, above the goal of {goal:g} s"
         return ""
 
-    def _lone(self, settings: Settings) -> list[RequestRecord]:
+    def _requests_alone(self, settings: Settings) -> list[RequestRecord]:
         """The answered requests of some that are sent one at a time."""
-        if settings not in self._of_lone:
+        if settings not in self._single_requests:
             loop = ClosedLoop(self.costs, settings, self.workload, self.seed)
-            spans = [loop.run(1, A_MOMENT, i) for i in range(min(self.count, LONE))]
-            self._of_lone[settings] = [one for span in spans for one in span.answers if one.outcome == "answered"]
-        return self._of_lone[settings]
+            spans = [loop.run(1, INSTANT, i) for i in range(min(self.count, MAX_SINGLE_REQUESTS))]
+            self._single_requests[settings] = [
+                one for span in spans for one in span.answers if one.outcome == "answered"
+            ]
+        return self._single_requests[settings]
 
-    def _lone_seconds(self, settings: Settings) -> float:
+    def _seconds_alone(self, settings: Settings) -> float:
         """The mean duration of a request alone."""
-        lone = self._lone(settings)
-        return max(sum(one.end - one.sent for one in lone) / max(len(lone), 1), 1e-6)
+        requests_alone = self._requests_alone(settings)
+        return max(sum(one.end - one.sent for one in requests_alone) / max(len(requests_alone), 1), 1e-6)
 
     def _needed(self, rate: float, settings: Settings) -> float:
         """The replicas, 1 or more, that have the throughput of `rate` requests per second with full batches. With
         fewer, the queue grows without end, which shows only after a while."""
         clients = settings.max_num_seqs
-        seconds = 4 * LASTING * clients * self._lone_seconds(settings)  # many requests, as their lengths differ
-        most = self.closed_loop(settings, [clients], "", seconds)
-        per_second = _requests_per_second(most.rounds[clients][0])
+        seconds = 4 * LASTING * clients * self._seconds_alone(settings)  # many requests, as their lengths differ
+        full_batch = self.closed_loop(settings, [clients], "", seconds)
+        per_second = _requests_per_second(full_batch.rounds[clients][0])
         return max(rate / per_second, 1.0) if per_second else 1.0
 
     # ---- closed loop --------------------------------------------------------------------------------------------
@@ -185,12 +187,12 @@ class Planner:
     ) -> Load:  # fmt: skip
         """Simulate clients that send one request after another, after a warm-up, as the load benchmarks do. `seconds`:
         by default, long enough for several requests of each client, which take longer the more there are."""
-        each = LASTING * self._lone_seconds(settings) if not seconds else 0.0
+        each = LASTING * self._seconds_alone(settings) if not seconds else 0.0
         loop = ClosedLoop(self.costs, settings, self.workload, self.seed, replicas, self.routing)
         load = Load(name, loop.run)
         for number in range(rounds + 1):
             for n in clients:
-                span = loop.run(n, (seconds or each * n) if number else A_MOMENT, 0)
+                span = loop.run(n, (seconds or each * n) if number else INSTANT, 0)
                 if number:
                     load.rounds.setdefault(n, []).append(span)
         return load
@@ -206,15 +208,15 @@ class Planner:
         rows = [row(method, n, alone) for method in (alone, draft) for n in clients]
         return rows if all(one["throughput"] for one in rows) else []
 
-    def against(self, measured: Sequence[Drawn], settings: Settings, replicas: int = 1) -> list[CapacityCheck]:
+    def compare_with(self, measured: Sequence[Drawn], settings: Settings, replicas: int = 1) -> list[CapacityCheck]:
         """Compare the rows of a load benchmark, the medians of several results, with simulations of the same clients.
 
         Raises ValueError if the results have no rows of this project's engine, or other clients or texts.
         """
-        facts = measured[0].get("environment", {})
+        environment = measured[0].get("environment", {})
         rows = [one for result in measured for one in result.get("rows", []) if one.get("method") in METHODS]
         try:
-            tokens, seconds, rounds = facts["max_new_tokens"], facts["seconds"], facts["rounds"]
+            tokens, seconds, rounds = environment["max_new_tokens"], environment["seconds"], environment["rounds"]
             clients = sorted({one["clients"] for one in rows})
         except KeyError:
             rows = []
@@ -232,7 +234,7 @@ class Planner:
             self.workload, prompt=self.costs.prompt_tokens, output=lengths(str(tokens)), trace=(), cached=0.0
         )
         planner = Planner(self.costs, workload, self.goals, self.routing, self.count, self.seed)
-        found: list[CapacityCheck] = []
+        checks: list[CapacityCheck] = []
         for method in dict.fromkeys(one["method"] for one in rows):
             with_draft = METHODS[method]
             if with_draft and not self.costs.draft:
@@ -240,46 +242,46 @@ class Planner:
             full = dataclasses.replace(settings, with_draft=with_draft, max_num_seqs=max(clients))
             load = planner.closed_loop(full, clients, method, seconds, rounds, replicas)
             for n in clients:
-                real = [one for one in rows if (one["method"], one["clients"]) == (method, n)]
-                if not real:
+                measured_rows = [one for one in rows if (one["method"], one["clients"]) == (method, n)]
+                if not measured_rows:
                     continue
                 simulated = row(load, n, None)
-                found.append(
+                checks.append(
                     {
                         "method": method,
                         "clients": n,
-                        "throughput": _median(real, "throughput"),
+                        "throughput": _median(measured_rows, "throughput"),
                         "throughput_simulated": simulated["throughput"],
-                        "ttft": _median(real, "ttft"),
+                        "ttft": _median(measured_rows, "ttft"),
                         "ttft_simulated": simulated["ttft"],
-                        "tpot": _median(real, "tpot"),
+                        "tpot": _median(measured_rows, "tpot"),
                         "tpot_simulated": simulated["tpot"],
-                        "mean_draft_length": _median(real, "mean_draft_length"),
+                        "mean_draft_length": _median(measured_rows, "mean_draft_length"),
                         "mean_draft_length_simulated": simulated["mean_draft_length"],
                     }
                 )
-        return found
+        return checks
 
 
-def breaking_even(rows: Sequence[LoadRow], output: float) -> tuple[int, float] | None:
+def break_even_point(rows: Sequence[LoadRow], output: float) -> tuple[int, float] | None:
     """The number of clients and requests per second at which a draft stops helping; None if it helps up to the
     last one. `output` is the mean number of tokens of an answer."""
     drafted = [one for one in rows if one["speedup"] is not None]
     alone = {one["clients"]: one["throughput"] for one in rows if one["speedup"] is None}
-    found = None
+    break_even = None
     for one in reversed(drafted):
-        if one["speedup"] is not None and one["speedup"] >= HELPS:
+        if one["speedup"] is not None and one["speedup"] >= MIN_SPEEDUP:
             break
-        found = one["clients"], alone[one["clients"]] / output
-    return found
+        break_even = one["clients"], alone[one["clients"]] / output
+    return break_even
 
 
 def percentiles(values: Sequence[float], percentile: float) -> tuple[float | None, float | None]:
     """Median and a percentile; None if infinite, or without values."""
     if not values:
         return 0.0, 0.0
-    found = np.quantile(values, [0.5, percentile / 100], method="higher").tolist()
-    return tuple(value if math.isfinite(value) else None for value in found)  # type: ignore[return-value]
+    quantiles = np.quantile(values, [0.5, percentile / 100], method="higher").tolist()
+    return tuple(value if math.isfinite(value) else None for value in quantiles)  # type: ignore[return-value]
 
 
 def _within(seconds: float | None, goal: float) -> bool:

@@ -17,7 +17,7 @@ from typing import cast
 import simpy
 
 from speculative.batch_decoder import PREFILL_CHUNK, prompt_budget
-from speculative.bench.capacity.costs import Costs, Judged
+from speculative.bench.capacity.costs import Costs, JudgedToken
 from speculative.bench.capacity.sharing import SharedCores
 from speculative.drafting.acceptance import AcceptanceEstimate
 from speculative.drafting.batch_policy import BatchDraftLength
@@ -25,7 +25,7 @@ from speculative.drafting.policy import LONGEST
 from speculative.models.paged_model import rounded_up
 
 BLOCK = 32  # tokens in a block of the KV cache
-PIECE_SECONDS = 0.04  # of text per streamed piece after the first (SENT_TOGETHER of the server's engine thread)
+PIECE_SECONDS = 0.04  # of text per streamed piece after the first (PIECE_INTERVAL of the server's engine thread)
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class SimulatedRequest:
     output: int
     chat: int = 0
     shared: int = 0
-    judged: Sequence[Judged] = ()  # whether a draft token is accepted, at each position of the answer
+    judged: Sequence[JudgedToken] = ()  # whether a draft token is accepted, at each position of the answer
     sent: float = 0.0
     first: float = 0.0  # when the first token came
     streamed: float = 0.0  # when the last piece of text was sent
@@ -65,11 +65,11 @@ class SimulatedRequest:
     estimate: AcceptanceEstimate = field(init=False)
     done: simpy.Event = field(init=False)
     # in the replica
-    read: int = 0  # prompt tokens in the main model's cache
-    held: int = 0  # tokens in the draft's
+    prefilled: int = 0  # prompt tokens in the main model's cache
+    draft_cached: int = 0  # tokens in the draft's
     generated: int = 0
     drafted: int = 0  # in this iteration
-    idle: bool = False  # has finished drafting in this iteration
+    done_drafting: bool = False  # has finished drafting in this iteration
 
     @property
     def length(self) -> int:
@@ -79,11 +79,11 @@ class SimulatedRequest:
     @property
     def in_shared(self) -> int:
         """Tokens in blocks that it shares with others of its chat, as far as they are computed."""
-        return min(self.shared, self.prompt - 1, self.read) // BLOCK * BLOCK
+        return min(self.shared, self.prompt - 1, self.prefilled) // BLOCK * BLOCK
 
     @property
     def can_draft(self) -> bool:
-        return self.generated + self.drafted < self.output - 1 and self.drafted < LONGEST and not self.idle
+        return self.generated + self.drafted < self.output - 1 and self.drafted < LONGEST and not self.done_drafting
 
 
 class Replica:
@@ -110,8 +110,8 @@ class Replica:
         self.cores = cores
         self.busy = 0.0  # seconds in iterations
         self.in_batch = 0.0  # seconds in iterations, of each request
-        self._beginnings: OrderedDict[int, int] = OrderedDict()  # tokens by chat, least recently used first
-        self._wake = environment.event()
+        self._prefixes: OrderedDict[int, int] = OrderedDict()  # tokens by chat, least recently used first
+        self._wakeup = environment.event()
         self._draft_width = 0  # tokens of the draft's last forward pass
         environment.process(self.run())
 
@@ -123,13 +123,13 @@ class Replica:
     def remember(self, chat: int, tokens: int) -> None:
         """Keep the beginning of a chat in the prefix cache, and forget unused ones if there is no room."""
         if tokens >= BLOCK:
-            self._beginnings[chat] = max(tokens, self._beginnings.pop(chat, 0))
-        used = self._used()
-        unused = {one: kept - used.get(one, 0) for one, kept in self._beginnings.items()}
+            self._prefixes[chat] = max(tokens, self._prefixes.pop(chat, 0))
+        used = self._shared_tokens()
+        unused = {one: tokens_kept - used.get(one, 0) for one, tokens_kept in self._prefixes.items()}
         excess = sum(unused.values()) - (self.settings.room - self._reserved())
-        for one in list(self._beginnings):
+        for one in list(self._prefixes):
             if excess > 0 and one not in used:
-                excess -= self._beginnings.pop(one)
+                excess -= self._prefixes.pop(one)
 
     def submit(self, request: SimulatedRequest, latency: float = 0.0) -> simpy.Event:
         """Queue a request that was sent `latency` seconds before, or refuse it if the queue is full; the event happens
@@ -137,20 +137,20 @@ class Replica:
         request.sent, request.done = self.environment.now - latency, self.environment.event()
         settings = self.settings
         too_long = request.prompt + request.output > settings.room
-        places = settings.max_queue + max(settings.max_num_seqs - len(self.running), 0)
-        if too_long or len(self.waiting) >= places:
+        free_places = settings.max_queue + max(settings.max_num_seqs - len(self.running), 0)
+        if too_long or len(self.waiting) >= free_places:
             request.refused, request.end = True, self.environment.now
             return request.done.succeed()
         self.waiting.append(request)
-        if not self._wake.triggered:
-            self._wake.succeed()
+        if not self._wakeup.triggered:
+            self._wakeup.succeed()
         return request.done
 
     def run(self) -> Generator[simpy.Event, None, None]:
         while True:
             if not self.waiting and not self.running:
-                self._wake = self.environment.event()
-                yield self._wake
+                self._wakeup = self.environment.event()
+                yield self._wakeup
             seconds = self.outside.arrival * self._admit() + self._iterate()
             if self.cores:
                 seconds *= self.cores.slowdown(self)
@@ -164,7 +164,7 @@ class Replica:
 
     def _admit(self) -> int:
         """Move waiting requests into the batch, in order; returns their number."""
-        before = len(self.running)
+        num_before = len(self.running)
         while self.waiting and len(self.running) < self.settings.max_num_seqs:
             request = self.waiting[0]
             needed = _blocks(request.prompt + request.output) * BLOCK
@@ -172,14 +172,14 @@ class Replica:
                 break
             self.running.append(self.waiting.popleft())
             request.estimate = cast(AcceptanceEstimate, self.policy.estimate())
-        return len(self.running) - before
+        return len(self.running) - num_before
 
     def _reserved(self) -> int:
         """Tokens that fit in the blocks of the running requests; a shared block counts once."""
         own = sum(_blocks(request.prompt + request.output) * BLOCK - request.in_shared for request in self.running)
-        return own + sum(self._used().values())
+        return own + sum(self._shared_tokens().values())
 
-    def _used(self) -> dict[int, int]:
+    def _shared_tokens(self) -> dict[int, int]:
         """Tokens of the beginnings that running requests share, by chat."""
         used: dict[int, int] = {}
         for request in self.running:
@@ -193,74 +193,74 @@ class Replica:
         """Advance all requests by one iteration; returns its seconds."""
         decoding = [request for request in self.running if request.generated]
         prompts = self._prompts(len(decoding))
-        read = sum(prompts.values())
-        drafting = self._draft(decoding, read) if self.draft and decoding else 0.0
+        prompt_tokens = sum(prompts.values())
+        drafting = self._draft(decoding, prompt_tokens) if self.draft and decoding else 0.0
         verified = sum(1 + request.drafted for request in decoding)
         rows, context, attended = verified, 0, 0
         for request in decoding:
             context += request.prompt + request.generated
             attended += (request.prompt + request.generated) * (1 + request.drafted)
         for request, tokens in prompts.items():
-            context += request.read
-            attended += request.read * tokens
-            request.read += tokens
-            rows += request.read == request.prompt
-        tokens = verified + read
+            context += request.prefilled
+            attended += request.prefilled * tokens
+            request.prefilled += tokens
+            rows += request.prefilled == request.prompt
+        tokens = verified + prompt_tokens
         size = rounded_up(tokens)
-        width = self.policy.pass_width.of(size)
+        width = self.policy.pass_width.width_for(size)
         sequences = len(decoding) + len(prompts)
         changed = self.policy.pass_width.is_changed
         padded = width if width > size else tokens
         main = self.costs.main.seconds(padded, rows, context, attended, changed, sequences=sequences)
-        main *= self.outside.factor(drafts=drafting > 0, prompts=read > 0)
+        main *= self.outside.factor(drafts=drafting > 0, prompts=prompt_tokens > 0)
         main += self.outside.request * sequences + self.outside.prompt * len(prompts)
         main += self.outside.sequence * (sequences - 1)
         gained = sum(map(self._verify, decoding))
-        self.policy.update_main(verified, read, gained, main)
+        self.policy.update_main(verified, prompt_tokens, gained, main)
         for request in prompts:
-            if request.read == request.prompt:
+            if request.prefilled == request.prompt:
                 request.generated = 1
         return drafting + main + self.outside.iteration
 
     def _prompts(self, decoding: int) -> dict[SimulatedRequest, int]:
         """The prompt tokens of each request in the next forward pass."""
-        left, chosen = prompt_budget(self.policy.main, decoding), {}
+        remaining, scheduled = prompt_budget(self.policy.main, decoding), {}
         for request in self.running:
             if request.generated:
                 continue
-            if not request.read and (beginning := self._beginnings.get(request.chat)):
-                self._beginnings.move_to_end(request.chat)
-                usable = min(beginning, request.shared, request.prompt - 1) // BLOCK * BLOCK
-                request.cached = request.read = usable
-                request.held = usable if self.costs.shares_prefixes else 0
-            if left:
-                chosen[request] = min(request.prompt - request.read, left)
-                left -= chosen[request]
-        return chosen
+            if not request.prefilled and (prefix := self._prefixes.get(request.chat)):
+                self._prefixes.move_to_end(request.chat)
+                usable = min(prefix, request.shared, request.prompt - 1) // BLOCK * BLOCK
+                request.cached = request.prefilled = usable
+                request.draft_cached = usable if self.costs.shares_prefixes else 0
+            if remaining:
+                scheduled[request] = min(request.prompt - request.prefilled, remaining)
+                remaining -= scheduled[request]
+        return scheduled
 
-    def _draft(self, decoding: list[SimulatedRequest], read: int) -> float:
+    def _draft(self, decoding: list[SimulatedRequest], prompt_tokens: int) -> float:
         """Run drafting rounds; returns their seconds."""
         assert self.draft
         for request in decoding:
-            request.idle = False
+            request.done_drafting = False
             request.estimate.begin()
         self.policy.begin([one.estimate for one in decoding if one.can_draft], len(decoding))
         spent = 0.0
         while True:
-            able = [request for request in decoding if request.can_draft]
-            tokens = read + sum(1 + request.drafted for request in decoding)
-            chosen = [able[i] for i in self.policy.choose([one.estimate for one in able], tokens, 0)]
+            candidates = [request for request in decoding if request.can_draft]
+            tokens = prompt_tokens + sum(1 + request.drafted for request in decoding)
+            chosen = [candidates[i] for i in self.policy.choose([one.estimate for one in candidates], tokens, 0)]
             if not chosen:
                 return spent
-            left, computed, context, attended = PREFILL_CHUNK, 0, 0, 0
+            remaining, computed, context, attended = PREFILL_CHUNK, 0, 0, 0
             for request in chosen:
-                missing = min(request.length - request.held, left)
-                context += request.held
-                attended += request.held * missing
-                request.held += missing
-                request.idle = request.held < request.length
-                left, computed = left - missing, computed + missing
-            drafting = [request for request in chosen if not request.idle]
+                missing = min(request.length - request.draft_cached, remaining)
+                context += request.draft_cached
+                attended += request.draft_cached * missing
+                request.draft_cached += missing
+                request.done_drafting = request.draft_cached < request.length
+                remaining, computed = remaining - missing, computed + missing
+            drafting = [request for request in chosen if not request.done_drafting]
             width = rounded_up(computed)
             changed, self._draft_width = width != self._draft_width, width
             seconds = self.draft.seconds(computed, len(drafting), context, attended, changed, further=spent > 0)
@@ -277,7 +277,7 @@ class Replica:
         accepted = 0
         while accepted < request.drafted and request.judged[request.generated + accepted][1]:
             accepted += 1
-        request.held = min(request.held, request.prompt + request.generated + accepted)
+        request.draft_cached = min(request.draft_cached, request.prompt + request.generated + accepted)
         if self.draft:
             request.estimate.update(request.drafted, accepted)
         request.iterations += 1
@@ -293,12 +293,16 @@ class Replica:
             if request.generated and not request.first:
                 request.first = now
                 self.remember(request.chat, request.shared)
-            ended = request.generated == request.output
+            is_finished = request.generated == request.output
             is_first = request.first == now
-            if self.cores and request.generated and (is_first or ended or now >= request.streamed + PIECE_SECONDS):
+            if (
+                self.cores
+                and request.generated
+                and (is_first or is_finished or now >= request.streamed + PIECE_SECONDS)
+            ):
                 self.cores.use(requests=is_first, pieces=1)
                 request.streamed = now
-            if ended:
+            if is_finished:
                 request.end = now
                 request.done.succeed()
         self.running = [request for request in self.running if request.generated < request.output]

@@ -16,8 +16,8 @@ import simpy
 from speculative.bench.capacity.least_squares import non_negative
 from speculative.bench.result import Drawn
 
-MEMORY = 0.5  # seconds over which the work of a server is averaged
-LEAST = 0.1  # share of the cores that the replicas always have
+AVERAGING_SECONDS = 0.5  # seconds over which the work of a server is averaged
+MIN_SHARE = 0.1  # share of the cores that the replicas always have
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,13 @@ class ServerCosts:
         """Estimate them from a result of benchmark_serving.py, by least squares over its rows. Raises ValueError if it
         has no processor times."""
         try:
-            facts = result["environment"]
+            environment = result["environment"]
             measured = [time for row in result["rows"] if (time := row.get("processor_time"))]
-            work = np.array([[one["seconds"], one["requests"], one["pieces"]] for one in measured], float)
-            used = np.array([one["servers"] + one["clients"] for one in measured])
-            cores, threads, latency, replicas = (facts[key] for key in ("cores", "threads", "round_trip", "replicas"))
+            work = np.array([[row["seconds"], row["requests"], row["pieces"]] for row in measured], float)
+            used = np.array([row["servers"] + row["clients"] for row in measured])
+            cores, threads, latency, replicas = (
+                environment[key] for key in ("cores", "threads", "round_trip", "replicas")
+            )
         except (KeyError, TypeError, AttributeError):
             measured = []
         if not measured:
@@ -59,26 +61,26 @@ class SharedCores:
         self._costs = costs
         self._replicas = replicas
         self._recent = 0.0  # processor seconds for requests and pieces of text, older ones with less weight
-        self._at = 0.0
+        self._updated_at = 0.0
 
     def use(self, requests: int = 0, pieces: int = 0) -> None:
         """Count work of the server."""
-        self._fade()
+        self._decay()
         self._recent += requests * self._costs.request + pieces * self._costs.piece
 
     def slowdown(self, replica: object) -> float:
         """The factor by which sharing slows down `replica`, which computes now, and the other busy ones."""
         self._busy.add(replica)
-        self._fade()
+        self._decay()
         costs, cores = self._costs, self._costs.cores * self._replicas
-        left = cores - costs.idle * self._replicas - self._recent / MEMORY
-        return max(len(self._busy) * costs.threads / max(left, LEAST * cores), 1.0)
+        available = cores - costs.idle * self._replicas - self._recent / AVERAGING_SECONDS
+        return max(len(self._busy) * costs.threads / max(available, MIN_SHARE * cores), 1.0)
 
     def leave(self, replica: object) -> None:
         """`replica` is idle."""
         self._busy.discard(replica)
 
-    def _fade(self) -> None:
+    def _decay(self) -> None:
         now = float(self._environment.now)
-        self._recent *= math.exp((self._at - now) / MEMORY)
-        self._at = now
+        self._recent *= math.exp((self._updated_at - now) / AVERAGING_SECONDS)
+        self._updated_at = now

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from speculative.bench.capacity.planner import ALONE, DRAFT, HELPS, Goals, Plan
+from speculative.bench.capacity.planner import ALONE, DRAFT, MIN_SPEEDUP, Goals, Plan
 from speculative.bench.load.metrics import counted
 from speculative.bench.result import CapacityCheck, LoadRow
 
@@ -67,14 +67,14 @@ def sentences(
     plans: Sequence[Plan], drafting: Sequence[LoadRow], even: tuple[int, float] | None, checks: Sequence[CapacityCheck],
     goals: Goals,
 ) -> list[str]:  # fmt: skip
-    """The result in sentences; `even` as of `breaking_even`."""
+    """The result in sentences; `even` as of `break_even_point`."""
     p = f"p{goals.percentile:g}"
     lines = []
     for rate in dict.fromkeys(plan.rate for plan in plans):
-        of_rate = [plan for plan in plans if plan.rate == rate]
-        found = "; ".join(_of_plan(plan, p) for plan in of_rate)
-        lines.append(f"{rate:g} requests/s at {p} TTFT {goals.ttft:g} s and TPOT {goals.tpot:g} s: {found}.")
-        if best := min((one for one in of_rate if one.choice), key=_order, default=None):
+        plans_of_rate = [plan for plan in plans if plan.rate == rate]
+        descriptions = "; ".join(_of_plan(plan, p) for plan in plans_of_rate)
+        lines.append(f"{rate:g} requests/s at {p} TTFT {goals.ttft:g} s and TPOT {goals.tpot:g} s: {descriptions}.")
+        if best := min((one for one in plans_of_rate if one.choice), key=_order, default=None):
             lines.append(f"Smallest for {rate:g} requests/s: {_of_plan(best, p)}.")
     if drafting:
         if even:
@@ -82,16 +82,16 @@ def sentences(
             what = "Drafting does not help a replica" if clients == 1 else "Drafting no longer helps a replica"
             lines.append(
                 f"{what} from {counted(clients, 'concurrent request')} on, about {rate:.3g} requests/s: its speedup is "
-                f"below {HELPS:g}x there."
+                f"below {MIN_SPEEDUP:g}x there."
             )
         else:
-            most = max(row["clients"] for row in drafting)
-            lines.append(f"Drafting helps a replica at every load up to {counted(most, 'concurrent request')}.")
+            max_clients = max(row["clients"] for row in drafting)
+            lines.append(f"Drafting helps a replica at every load up to {counted(max_clients, 'concurrent request')}.")
     if checks:
         errors = {key: [abs(value) for one in checks if (value := error_of(one, key)) is not None] for key in COMPARED}
-        named = zip(("throughput", "TTFT", "TPOT"), errors.values(), strict=True)
-        shown = ", ".join(f"{name} {sum(of) / len(of):.0%} (at most {max(of):.0%})" for name, of in named if of)
-        lines.append(f"Mean error of the simulation against the measurement: {shown}.")
+        labels = zip(("throughput", "TTFT", "TPOT"), errors.values(), strict=True)
+        errors_text = ", ".join(f"{name} {sum(of) / len(of):.0%} (at most {max(of):.0%})" for name, of in labels if of)
+        lines.append(f"Mean error of the simulation against the measurement: {errors_text}.")
     return lines
 
 
@@ -109,12 +109,12 @@ def _order(plan: Plan) -> tuple:
 
 def _of_plan(plan: Plan, p: str) -> str:
     draft = "with the draft" if plan.settings.with_draft else "without a draft"
-    named = f"{draft}, --max-num-seqs {plan.settings.max_num_seqs}"
+    labels = f"{draft}, --max-num-seqs {plan.settings.max_num_seqs}"
     if not plan.choice:
-        return f"{named}: no number of replicas, as {plan.why_not}"
+        return f"{labels}: no number of replicas, as {plan.why_not}"
     row = plan.choice
     return (
-        f"{named}: {counted(row['replicas'], 'replica')} ({p} TTFT {_ms(row['ttft_percentile'])} ms, TPOT "
+        f"{labels}: {counted(row['replicas'], 'replica')} ({p} TTFT {_ms(row['ttft_percentile'])} ms, TPOT "
         f"{_ms(row['tpot_percentile'])} ms, {row['utilisation']:.0%} busy)"
     )
 

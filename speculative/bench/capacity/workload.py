@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from speculative.bench.capacity.costs import Judged
+from speculative.bench.capacity.costs import JudgedToken
 from speculative.bench.capacity.replica import SimulatedRequest
 
 DISTRIBUTIONS = {"fixed": 1, "uniform": 2, "exponential": 1, "lognormal": 2}  # number of parameters
@@ -27,7 +27,7 @@ COLUMNS = {  # of a trace: names in JSON lines, Azure's LLM inference traces and
     "prompt_tokens": ("prompt_tokens", "ContextTokens", "Request tokens"),
     "output_tokens": ("output_tokens", "GeneratedTokens", "Response tokens"),
 }
-MOST = 1_000_000  # tokens
+MAX_TOKENS = 1_000_000  # tokens
 
 
 class Lengths(NamedTuple):
@@ -38,7 +38,7 @@ class Lengths(NamedTuple):
     parameters: tuple[float, ...]
 
     @property
-    def most(self) -> int:
+    def maximum(self) -> int:
         """The largest number of tokens; of a distribution without one, its mean or median."""
         return int(self.parameters[1 if self.kind == "uniform" else 0])
 
@@ -53,24 +53,24 @@ class Lengths(NamedTuple):
             drawn = random.lognormal(math.log(first), rest[0])
         else:
             drawn = first
-        return min(max(round(drawn), 1), MOST)
+        return min(max(round(drawn), 1), MAX_TOKENS)
 
 
 def lengths(text: str) -> Lengths:
     """The distribution named by `text`: 512, uniform:LOW:HIGH, exponential:MEAN or lognormal:MEDIAN:SIGMA. Raises
     ValueError."""
-    kind, *given = text.split(":")
-    if not given:
-        kind, given = "fixed", [text]
+    kind, *numbers = text.split(":")
+    if not numbers:
+        kind, numbers = "fixed", [text]
     try:
-        parameters = tuple(map(float, given))
+        parameters = tuple(map(float, numbers))
     except ValueError:
         parameters = ()
     counts = parameters[:1] if kind == "lognormal" else parameters
     if (
         len(parameters) != DISTRIBUTIONS.get(kind, -1)
-        or not all(1 <= count <= MOST for count in counts)
-        or not all(0 <= value <= MOST for value in parameters)
+        or not all(1 <= count <= MAX_TOKENS for count in counts)
+        or not all(0 <= value <= MAX_TOKENS for value in parameters)
         or list(counts) != sorted(counts)
     ):
         raise ValueError(
@@ -97,7 +97,7 @@ def read_trace(path: Path) -> list[Traced]:
     lines = text.splitlines()
     is_json = text.lstrip().startswith("{")
     rows: Iterable[Any] = lines if is_json else csv.DictReader(lines)
-    found = []
+    requests = []
     for number, row in enumerate(rows, start=1 if is_json else 2):
         if is_json and not row.strip():
             continue
@@ -109,20 +109,20 @@ def read_trace(path: Path) -> list[Traced]:
                 "columns of Azure's traces or BurstGPT"
             ) from None
         if request.prompt >= 1 and request.output >= 1:  # BurstGPT has failed requests without an answer
-            found.append(request)
-    if len(found) < 2:
-        raise ValueError(f"{path} has {len(found)} requests with an answer: a trace needs two or more")
-    found.sort()
-    if found[-1].arrival <= found[0].arrival:
+            requests.append(request)
+    if len(requests) < 2:
+        raise ValueError(f"{path} has {len(requests)} requests with an answer: a trace needs two or more")
+    requests.sort()
+    if requests[-1].arrival <= requests[0].arrival:
         raise ValueError(f"all requests of {path} arrive at the same time: give arrivals in seconds")
-    return [one._replace(arrival=one.arrival - found[0].arrival) for one in found]
+    return [request._replace(arrival=request.arrival - requests[0].arrival) for request in requests]
 
 
 def _traced(row: dict) -> Traced:
     values = {name: next(row[column] for column in columns if column in row) for name, columns in COLUMNS.items()}
     arrival = _seconds(values["arrival"])
     prompt, output = (float(values[name]) for name in ("prompt_tokens", "output_tokens"))
-    if not 0 <= prompt <= MOST or not 0 <= output <= MOST or not np.isfinite(arrival):
+    if not 0 <= prompt <= MAX_TOKENS or not 0 <= output <= MAX_TOKENS or not np.isfinite(arrival):
         raise ValueError
     return Traced(arrival, int(prompt), int(output))
 
@@ -142,7 +142,7 @@ class Workload:
 
     prompt: Lengths | Sequence[int]  # a sequence: one of these at random
     output: Lengths
-    acceptance: float | Sequence[Sequence[Judged]]  # of each draft token, or measured texts
+    acceptance: float | Sequence[Sequence[JudgedToken]]  # of each draft token, or measured texts
     trace: Sequence[Traced] = ()
     cached: float = 0.0  # share of a prompt that an earlier request had, too: from 0 to 1
     turns: int = 0  # requests of a chat, each of which begins as the one before; 0: all requests begin alike
@@ -155,8 +155,8 @@ class Workload:
 
     def check(self, context: int) -> None:
         """Raise ValueError if a server of a model with `context` tokens would refuse requests for their lengths."""
-        prompt = self.prompt.most if isinstance(self.prompt, Lengths) else max(self.prompt)
-        longest = max((one.prompt + one.output for one in self.trace), default=prompt + self.output.most)
+        prompt = self.prompt.maximum if isinstance(self.prompt, Lengths) else max(self.prompt)
+        longest = max((request.prompt + request.output for request in self.trace), default=prompt + self.output.maximum)
         if longest > context:
             raise ValueError(
                 f"prompt and answer have up to {longest} tokens, but the context of the main model only {context}: "
@@ -168,11 +168,11 @@ class Workload:
         probability that the request before of the same chat is among these requests, too, if there was one."""
         if self.trace:
             first = int(random.integers(len(self.trace)))
-            taken = [self.trace[(first + i) % len(self.trace)] for i in range(count)]
-            gaps = np.diff([one.arrival for one in taken], prepend=taken[0].arrival)
+            chosen = [self.trace[(first + i) % len(self.trace)] for i in range(count)]
+            gaps = np.diff([request.arrival for request in chosen], prepend=chosen[0].arrival)
             gaps[gaps < 0] = 1 / self.trace_rate  # where the trace begins again
             times = gaps.cumsum() * self.trace_rate / rate
-            sizes = [(one.prompt, one.output) for one in taken]
+            sizes = [(request.prompt, request.output) for request in chosen]
         else:
             times = random.exponential(1 / rate, count).cumsum()
             sizes = [(self._prompt(random), self.output.draw(random)) for _ in range(count)]
@@ -192,8 +192,8 @@ class Workload:
     def draw(self, random: np.random.Generator) -> SimulatedRequest:
         """A request of a random length."""
         if self.trace:
-            one = self.trace[int(random.integers(len(self.trace)))]
-            return self.request(one.prompt, one.output, random)
+            request = self.trace[int(random.integers(len(self.trace)))]
+            return self.request(request.prompt, request.output, random)
         return self.request(self._prompt(random), self.output.draw(random), random)
 
     def numbered(self, number: int, random: np.random.Generator) -> SimulatedRequest:
@@ -206,7 +206,7 @@ class Workload:
     def mean_output(self, seed: int) -> float:
         """The mean number of tokens of an answer."""
         if self.trace:
-            return float(np.mean([one.output for one in self.trace]))
+            return float(np.mean([request.output for request in self.trace]))
         random = np.random.default_rng(seed)
         return float(np.mean([self.output.draw(random) for _ in range(1000)]))
 
@@ -228,14 +228,14 @@ class _Chats:
 
     def __init__(self, turns: int, number: int, random: np.random.Generator):
         self._turns, self._random, self._last = turns, random, number
-        self._open = [[i, int(random.integers(turns))] for i in range(1, number + 1)] if turns else []
-        self.begun = {chat for chat, had in self._open if had} or {0}
+        self._chats = [[i, int(random.integers(turns))] for i in range(1, number + 1)] if turns else []
+        self.begun = {chat for chat, answered_turns in self._chats if answered_turns} or {0}
 
     def next(self, seen: float) -> int:
         """The chat of the next request; a new number if the request before was not `seen`."""
         if not self._turns:
             return 0
-        chat = self._open[int(self._random.integers(len(self._open)))]
+        chat = self._chats[int(self._random.integers(len(self._chats)))]
         if chat[1] >= self._turns or (seen < 1 and self._random.random() >= seen):
             self._last += 1
             chat[:] = self._last, 0 if chat[1] >= self._turns else chat[1]
@@ -244,8 +244,11 @@ class _Chats:
 
 
 def judge(
-    acceptance: float | Sequence[Sequence[Judged]], output: int, random: np.random.Generator, text: int | None = None
-) -> list[Judged]:
+    acceptance: float | Sequence[Sequence[JudgedToken]],
+    output: int,
+    random: np.random.Generator,
+    text: int | None = None,
+) -> list[JudgedToken]:
     """Whether a draft token is accepted, at each position of an answer of `output` tokens.
 
     With a number, independently; otherwise as in measured texts, one after another: `text` as a whole first, or a
@@ -253,7 +256,7 @@ def judge(
     """
     if isinstance(acceptance, float):
         return [(acceptance, accepted) for accepted in (random.random(output) < acceptance).tolist()]
-    judged: list[Judged] = [] if text is None else [acceptance[text][0], *acceptance[text]]
+    judged: list[JudgedToken] = [] if text is None else [acceptance[text][0], *acceptance[text]]
     while len(judged) < output:
         drawn = acceptance[int(random.integers(len(acceptance)))]
         first = 0 if judged else int(random.integers(len(drawn)))

@@ -19,8 +19,8 @@ from typing import IO
 
 from speculative.cli.processes import kill_group, no_sigpipe, own_group
 
-LOOK = 0.05  # seconds between polls of the child
-SHOWN = 200  # characters shown of its last message
+POLL_SECONDS = 0.05  # seconds between polls of the child
+MAX_MESSAGE = 200  # characters shown of its last message
 
 
 class ChildFailed(Exception):
@@ -33,11 +33,13 @@ class OutOfTime(ChildFailed):
 
 def run(command: list[str], job: dict, timeout: float, waiting: Callable[[], None] = lambda: None) -> dict | list:
     """The child's answer. `waiting` is called about every second. Raises ChildFailed, also for {"failed": reason}."""
-    quiet = {**os.environ, "TQDM_DISABLE": "1", "PYTHONUTF8": "1"}
+    environment = {**os.environ, "TQDM_DISABLE": "1", "PYTHONUTF8": "1"}
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         child = None
         try:
-            child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=err, env=quiet, **own_group())
+            child = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=out, stderr=err, env=environment, **own_group()
+            )
             with no_sigpipe(), contextlib.suppress(OSError):  # it may have ended already
                 assert child.stdin is not None  # a pipe
                 child.stdin.write(json.dumps(job).encode() + b"\n")
@@ -58,7 +60,7 @@ def _wait(child: subprocess.Popen, timeout: float, waiting: Callable[[], None]) 
         if now - last_call >= 1:
             last_call = now
             waiting()
-        time.sleep(LOOK)
+        time.sleep(POLL_SECONDS)
 
 
 def end(child: subprocess.Popen) -> None:
@@ -70,13 +72,13 @@ def end(child: subprocess.Popen) -> None:
             child.stdin.close()
 
 
-def _answer(status: int, answered: str, message: str) -> dict | list:
+def _answer(status: int, output: str, message: str) -> dict | list:
     try:
-        answer = json.loads(answered)
+        answer = json.loads(output)
     except ValueError:
         answer = None
     if status != 0 or answer is None:
-        raise ChildFailed(f"{how_it_ended(status)}{f'; its last message: {message[:SHOWN]}' if message else ''}")
+        raise ChildFailed(f"{how_it_ended(status)}{f'; its last message: {message[:MAX_MESSAGE]}' if message else ''}")
     if "failed" in answer:
         raise ChildFailed(answer["failed"])
     return answer

@@ -30,8 +30,8 @@ class Place:
         return self.machine.name if self.machine else ""
 
     def has(self, cell: Cell) -> bool:
-        found = [self.devices.get(device.name) for device in cell.devices]
-        return all(device and not device.missing for device in found)
+        devices = [self.devices.get(device.name) for device in cell.devices]
+        return all(device and not device.missing for device in devices)
 
     def take(self, cell: Cell) -> None:
         """Add the facts about this machine that its measurements depend on to the cell."""
@@ -42,26 +42,31 @@ class Place:
             cell.job["machine"] = self.kind
 
 
-def of(machine: Machine | None, run: Callable, names: list[str] | None, emulate_npu: bool) -> Place:
+def look_up(machine: Machine | None, run: Callable, names: list[str] | None, emulate_npu: bool) -> Place:
     """Look up the devices, in a separate process because even that may crash a driver. Raises ChildFailed."""
-    found = run({"look_up": names}, LOOK_UP_SECONDS)
-    devices = [_device(facts, machine) for facts in found["devices"]]
+    facts_found = run({"look_up": names}, LOOK_UP_SECONDS)
+    devices = [_device(facts, machine) for facts in facts_found["devices"]]
     if emulate_npu:
-        devices = [_emulated() if one.name == "NPU" else one for one in devices]
-    versions = [found["openvino_genai"], next((one.full_name for one in devices if one.name == "CPU"), "")]
+        devices = [_emulated() if device.name == "NPU" else device for device in devices]
+    versions = [
+        facts_found["openvino_genai"],
+        next((device.full_name for device in devices if device.name == "CPU"), ""),
+    ]
     kind = ""
     if machine:
-        others = [one.full_name for one in devices if one.full_name and one.full_name != found["processor"]]
-        kind = ", ".join([found["processor"], f"{machine.cores} cores", *others, f"OpenVINO GenAI {versions[0]}"])
-    return Place({one.name: one for one in devices}, run, versions, kind, machine)
+        others = [
+            device.full_name for device in devices if device.full_name and device.full_name != facts_found["processor"]
+        ]
+        kind = ", ".join([facts_found["processor"], f"{machine.cores} cores", *others, f"OpenVINO GenAI {versions[0]}"])
+    return Place({device.name: device for device in devices}, run, versions, kind, machine)
 
 
-def unknown(names: list[str] | None, run: Callable, versions: list[str], emulate_npu: bool) -> Place:
+def without_detection(names: list[str] | None, run: Callable, versions: list[str], emulate_npu: bool) -> Place:
     """This machine if device detection failed: each device is tried in its own cells."""
     devices = [Device(name) for name in names or ("CPU", "GPU", "NPU")]
     if emulate_npu:
-        devices = [_emulated() if one.name == "NPU" else one for one in devices]
-    return Place({one.name: one for one in devices}, run, versions)
+        devices = [_emulated() if device.name == "NPU" else device for device in devices]
+    return Place({device.name: device for device in devices}, run, versions)
 
 
 def _emulated() -> Device:
@@ -90,7 +95,7 @@ def in_cluster(
             return machine.run("speculative.bench.devices.cell", job, timeout)
 
         try:
-            places.append(of(machine, run, names, emulate_npu))
+            places.append(look_up(machine, run, names, emulate_npu))
         except (ChildFailed, NodeLost) as error:
             note(f"machine {machine.name} is skipped: {error}")
     if (
@@ -105,36 +110,36 @@ def all_devices(places: list[Place]) -> list[Device]:
     """The devices of all places; a device is missing if no place has it."""
     if len(places) == 1 and not places[0].machine:
         return list(places[0].devices.values())
-    found = []
+    devices = []
     for name in dict.fromkeys(name for place in places for name in place.devices):
-        here = [(place.name, place.devices[name]) for place in places if name in place.devices]
-        full_names = dict.fromkeys(one.full_name for _, one in here if not one.missing)
+        places_with_device = [(place.name, place.devices[name]) for place in places if name in place.devices]
+        full_names = dict.fromkeys(device.full_name for _, device in places_with_device if not device.missing)
         reasons: dict[str, list[str]] = {}
-        for machine, one in here:
-            reasons.setdefault(one.missing, []).append(machine)
+        for machine, device in places_with_device:
+            reasons.setdefault(device.missing, []).append(machine)
         if full_names:
-            found.append(dataclasses.replace(here[0][1], full_name=" or ".join(full_names), missing=""))
+            devices.append(dataclasses.replace(places_with_device[0][1], full_name=" or ".join(full_names), missing=""))
         else:
             missing = "; ".join(f"{why} (on {' and '.join(machines)})" for why, machines in reasons.items())
-            found.append(Device(name, missing=missing))
-    return found
+            devices.append(Device(name, missing=missing))
+    return devices
 
 
 def assign(cells: list[Cell], places: list[Place]) -> dict[int, str]:
     """The kind of machine that measures each cell, by id(cell), using few kinds; cells nobody can measure are
     absent."""
     chosen: dict[int, str] = {}
-    left = list(cells)
-    while left:
-        able = {
-            place.kind: [cell for cell in left if any(one.has(cell) for one in places if one.kind == place.kind)]
+    unassigned = list(cells)
+    while unassigned:
+        cells_of_kind = {
+            place.kind: [cell for cell in unassigned if any(one.has(cell) for one in places if one.kind == place.kind)]
             for place in places
         }
-        kind = max(able, key=lambda one: len(able[one]), default=None)
-        if kind is None or not able[kind]:
+        kind = max(cells_of_kind, key=lambda kind: len(cells_of_kind[kind]), default=None)
+        if kind is None or not cells_of_kind[kind]:
             break
-        chosen |= {id(cell): kind for cell in able[kind]}
-        left = [cell for cell in left if id(cell) not in chosen]
+        chosen |= {id(cell): kind for cell in cells_of_kind[kind]}
+        unassigned = [cell for cell in unassigned if id(cell) not in chosen]
     return chosen
 
 
@@ -149,6 +154,6 @@ def equal_machines(places: list[Place], wanted: str | None) -> list[Place]:
         kind = named[0].kind
     else:
         kinds = [place.kind for place in places]
-        devices = {place.kind: sum(not one.missing for one in place.devices.values()) for place in places}
-        kind = max(kinds, key=lambda one: (kinds.count(one), devices[one]))
+        devices = {place.kind: sum(not device.missing for device in place.devices.values()) for place in places}
+        kind = max(kinds, key=lambda kind: (kinds.count(kind), devices[kind]))
     return [place for place in places if place.kind == kind]

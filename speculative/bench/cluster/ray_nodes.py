@@ -32,8 +32,8 @@ from speculative.error_text import one_line
 
 PACKAGE = Path(__file__).resolve().parents[2]  # shipped with the job
 RESOURCES = {name: kind for kind, name in DEVICE_RESOURCES.items()}  # Ray resource: device type
-WAIT = 60  # seconds to wait for a machine to become free
-ANSWER_WAIT = 30  # seconds beyond a job's own time limit
+WAIT_SECONDS = 60  # seconds to wait for a machine to become free
+EXTRA_ANSWER_SECONDS = 30  # seconds beyond a job's own time limit
 
 
 M = TypeVar("M")  # a machine, or its client
@@ -51,13 +51,13 @@ class Host:
         from speculative.models.cores import usable_cores
         from speculative.pair import recommendation
 
-        prints = {}
+        fingerprints = {}
         for folder in folders:
             with contextlib.suppress(OSError):
-                prints[folder] = recommendation.fingerprint(Path(folder))
+                fingerprints[folder] = recommendation.fingerprint(Path(folder))
         boot = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of a computer
         computer = boot.read_text(encoding="ascii").strip() if boot.is_file() else platform.node()
-        return {"computer": computer, "prints": prints, "cores": usable_cores()}
+        return {"computer": computer, "prints": fingerprints, "cores": usable_cores()}
 
     def run(self, program: str, job: dict, timeout: float) -> tuple[str, object]:
         try:
@@ -95,8 +95,8 @@ class Machine:
 
     def worker(self, what: str, program: str, *arguments: object) -> Any:
         """Like the methods of WorkerProcess, on that machine; its errors are raised here."""
-        asked = self.actor.worker.remote
-        error, answer = self.ask(asked, what, program, *arguments, timeout=worker_process.SECONDS)
+        method = self.actor.worker.remote
+        error, answer = self.ask(method, what, program, *arguments, timeout=worker_process.CALL_SECONDS)
         if error:
             raise RAISED.get(error, ChildFailed)(answer)
         return answer
@@ -107,7 +107,7 @@ class Machine:
 
         with self.alone:
             try:
-                return ray.get(method(*arguments), timeout=timeout + ANSWER_WAIT)
+                return ray.get(method(*arguments), timeout=timeout + EXTRA_ANSWER_SECONDS)
             except (ray.exceptions.RayError, ConnectionError) as error:
                 raise NodeLost(f"machine {self.name} was lost ({one_line(error)[:200]})") from None
 
@@ -177,14 +177,14 @@ def _machines(ray: ModuleType, actors: list, note: Callable[[str], None]) -> lis
         unique = name if names.count(name) == 1 else f"{name}/{node['NodeID'][:6]}"
         devices = ["CPU", *(RESOURCES[key] for key in declared)] if declared else []
         waiting[actor.facts.remote([])] = Machine(unique, devices, actor)
-    ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=WAIT) if waiting else ([], [])
+    ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=WAIT_SECONDS) if waiting else ([], [])
     locks: dict[str, threading.Lock] = {}
     machines = []
-    for asked, machine in waiting.items():
+    for facts_call, machine in waiting.items():
         try:
-            if asked not in ready:
-                raise TimeoutError(f"its CPUs or devices were in use by other work for {WAIT} seconds")
-            facts = ray.get(asked)
+            if facts_call not in ready:
+                raise TimeoutError(f"its CPUs or devices were in use by other work for {WAIT_SECONDS} seconds")
+            facts = ray.get(facts_call)
         except (ray.exceptions.RayError, TimeoutError) as error:
             note(f"machine {machine.name} is skipped: {one_line(error)[:200]}")
             continue
@@ -205,17 +205,17 @@ def _name(node: dict) -> str:
 
 def _check_models(machines: list[Machine], folders: list[str]) -> None:
     """Check that all machines have the same models at the same paths."""
-    here = Host().facts(folders)["prints"]
+    local = Host().facts(folders)["prints"]
     for machine in machines:
         try:
-            prints = machine.ask(machine.actor.facts.remote, folders, timeout=WAIT)["prints"]
+            fingerprints = machine.ask(machine.actor.facts.remote, folders, timeout=WAIT_SECONDS)["prints"]
         except NodeLost as error:
             raise ValueError(f"{error}: try again, or remove that machine") from None
         for folder in folders:
-            found = prints.get(folder)
-            if found is None:
+            fingerprint = fingerprints.get(folder)
+            if fingerprint is None:
                 raise ValueError(f"machine {machine.name} has no model in {folder}: copy it to the same path there")
-            if found != here.get(folder):
+            if fingerprint != local.get(folder):
                 raise ValueError(f"machine {machine.name} has different weights in {folder}: copy this machine's there")
 
 
@@ -223,47 +223,47 @@ def _check_models(machines: list[Machine], folders: list[str]) -> None:
 
 
 class WorkQueue:
-    """Jobs for machines that each have a thread. `can` and `done` are those of `spread`."""
+    """Jobs for machines that each have a thread. `can_run` and `done` are those of `distribute`."""
 
-    def __init__(self, jobs: list, can: Callable, done: Callable):
+    def __init__(self, jobs: list, can_run: Callable, done: Callable):
         self.waiting = list(jobs)
         self.reasons: dict[int, str] = {}  # by the id of a job: how its last machine was lost
         self.lost: set[int] = set()  # ids of lost machines
-        self._can, self._done = can, done
+        self._can_run, self._done = can_run, done
         self._running: list = []
         self._stopped = False
-        self._changed = threading.Condition()
+        self._condition = threading.Condition()
 
     def take(self, machine: object) -> object | None:
         """The next job for a machine. Waits while another machine runs one that it could do, as that may be lost.
 
         None if there is nothing left to do.
         """
-        with self._changed:
+        with self._condition:
             while not self._stopped:
-                job = next((one for one in self.waiting if self._can(one, machine)), None)
+                job = next((job for job in self.waiting if self._can_run(job, machine)), None)
                 if job is not None:
                     self.waiting.remove(job)
                     self._running.append(job)
                     return job
-                if not any(self._can(one, machine) for one in self._running):
+                if not any(self._can_run(job, machine) for job in self._running):
                     break
-                self._changed.wait()
+                self._condition.wait()
         return None
 
     def finish(self, job: object, machine: object, answer: object) -> None:
         """End a job with its result. After `stop` the result is dropped."""
-        with self._changed:
+        with self._condition:
             self._running.remove(job)
-            self._changed.notify_all()
+            self._condition.notify_all()
             if not self._stopped:
                 self._done(job, machine, answer)
 
     def lose(self, job: object, machine: object, reason: str) -> None:
         """Return the job of a lost machine to the queue, as the next one."""
-        with self._changed:
+        with self._condition:
             self._running.remove(job)
-            self._changed.notify_all()
+            self._condition.notify_all()
             self.waiting.insert(0, job)
             self.reasons[id(job)] = reason
             self.lost.add(id(machine))
@@ -271,18 +271,18 @@ class WorkQueue:
     def stop(self) -> None:
         """Give out no more jobs."""
         self._stopped = True
-        with contextlib.suppress(RuntimeError), self._changed:
-            self._changed.notify_all()
+        with contextlib.suppress(RuntimeError), self._condition:
+            self._condition.notify_all()
 
 
-def spread(jobs: list, machines: list[M], can: Callable, work: Callable, done: Callable) -> list[tuple]:
+def distribute(jobs: list, machines: list[M], can_run: Callable, work: Callable, done: Callable) -> list[tuple]:
     """Give each free machine the next job it can do, one at a time.
 
     `can(job, machine)` says whether it can; `work(job, machine)` runs in the machine's thread; its result is passed to
     `done(job, machine, answer)`, of which only one call runs at a time. If a machine is lost, its job goes to another.
     Returns the jobs for which no machine is left, each with the reason. After Ctrl-C the caller must kill the actors.
     """
-    queue = WorkQueue(jobs, can, done)
+    queue = WorkQueue(jobs, can_run, done)
     problems: list[BaseException] = []
 
     def serve(machine: M) -> None:

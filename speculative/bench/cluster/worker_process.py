@@ -26,17 +26,17 @@ from speculative.bench.cluster.child_process import ChildFailed, OutOfTime
 from speculative.cli.processes import no_sigpipe, own_group
 from speculative.error_text import one_line
 
-SECONDS = 1800  # time limit per call, enough to compile a large model for a GPU
+CALL_SECONDS = 1800  # time limit per call, enough to compile a large model for a GPU
 START = b"\0answers\0"  # follows anything libraries print during import
 LENGTH = struct.Struct("<Q")  # precedes each message
 RAISABLE = (RuntimeError, ValueError, KeyError, TypeError, MemoryError)
-RAISED: dict[str, type[Exception]] = {kind.__name__: kind for kind in RAISABLE}
+RAISED: dict[str, type[Exception]] = {error_type.__name__: error_type for error_type in RAISABLE}
 
 
 class WorkerProcess:
     """The client's side; not thread-safe. `started` counts the processes so far."""
 
-    def __init__(self, command: list[str], seconds: float = SECONDS):
+    def __init__(self, command: list[str], seconds: float = CALL_SECONDS):
         """`seconds`: time limit per call."""
         self.started = 0
         self._command, self._seconds = command, seconds
@@ -64,11 +64,16 @@ class WorkerProcess:
             self._child = None
 
     def _start(self) -> Any:
-        quiet = {**os.environ, "TQDM_DISABLE": "1", "PYTHONUTF8": "1"}
+        environment = {**os.environ, "TQDM_DISABLE": "1", "PYTHONUTF8": "1"}
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (kept open as long as the process)
         self._answers: queue.Queue = queue.Queue()
         self._child = subprocess.Popen(
-            self._command, env=quiet, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, **own_group()
+            self._command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            **own_group(),
         )
         self.started += 1
         threading.Thread(target=_read, args=(self._child.stdout, self._answers), daemon=True).start()
@@ -83,14 +88,14 @@ class WorkerProcess:
 
     def _exchange(self, call: tuple) -> Any:
         assert self._child is not None and self._child.stdin is not None
-        done = False
+        completed = False
         try:
             with no_sigpipe(), contextlib.suppress(OSError):  # the process may be gone; then there is no answer
                 write(self._child.stdin, call)
             error, answer = self._wait()
-            done = True
+            completed = True
         finally:
-            if not done:  # crash, timeout or Ctrl-C: a late answer would belong to no call
+            if not completed:  # crash, timeout or Ctrl-C: a late answer would belong to no call
                 self.close()
         if error:
             raise RAISED.get(error, RuntimeError)(answer)
@@ -104,7 +109,7 @@ class WorkerProcess:
         if message is None:
             assert self._child is not None
             status = self._child.wait()
-            last = child_process.last_line(self._stderr)[: child_process.SHOWN]
+            last = child_process.last_line(self._stderr)[: child_process.MAX_MESSAGE]
             raise ChildFailed(child_process.how_it_ended(status) + (f"; its last message: {last}" if last else ""))
         return message
 
@@ -131,9 +136,9 @@ def read(stream: IO[bytes]) -> object:
 
 def _read(stream: IO[bytes], answers: queue.Queue) -> None:
     with contextlib.suppress(OSError, ValueError):  # closed here
-        seen = b""
-        while not seen.endswith(START) and (byte := stream.read(1)):
-            seen = seen[1 - len(START) :] + byte
+        received = b""
+        while not received.endswith(START) and (byte := stream.read(1)):
+            received = received[1 - len(START) :] + byte
         while (message := read(stream)) is not None:
             answers.put(message)
     answers.put(None)
@@ -152,8 +157,8 @@ def serve(functions: Callable[[str], Callable]) -> None:
         try:
             answer = "", functions(name)(*arguments)
         except RAISABLE as error:
-            kind = next(name for name, kind in RAISED.items() if isinstance(error, kind))
-            answer = kind, one_line(error)
+            error_type = next(name for name, error_type in RAISED.items() if isinstance(error, error_type))
+            answer = error_type, one_line(error)
         write(answers, answer)
 
 

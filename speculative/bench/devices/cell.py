@@ -37,9 +37,9 @@ def look_up(names: list[str] | None) -> dict:
     devices present and the types that are absent."""
     core = ov.Core()
     if names is None:
-        here = core.available_devices
-        kinds = {name.partition(".")[0] for name in here}
-        names = sorted({*here, *(kind for kind in KINDS if kind not in kinds)}, key=_cpu_first)
+        available = core.available_devices
+        kinds = {name.partition(".")[0] for name in available}
+        names = sorted({*available, *(kind for kind in KINDS if kind not in kinds)}, key=_cpu_first)
     devices = []
     for name in names:
         facts = device_facts.look_up(name, core)
@@ -73,8 +73,8 @@ def measure(job: dict) -> CellAnswer:
         interleave(methods, prompts, job["rounds"])
     rows = [row(method, methods[0]) for method in methods]
     if job["engine"] == GENAI and "NPU" in (job["main_device"], job["draft_device"]):
-        for one in rows:  # there GenAI varies K and does not report the drafted tokens
-            one["acceptance_rate"], one["position_acceptance"], one["mean_draft_length"] = None, [], None
+        for item in rows:  # there GenAI varies K and does not report the drafted tokens
+            item["acceptance_rate"], item["position_acceptance"], item["mean_draft_length"] = None, [], None
     answer: CellAnswer = {
         "rows": rows,
         "tokens": [[run.tokens for run in method.rounds[0]] for method in methods],
@@ -112,10 +112,10 @@ def _native_methods(job: dict) -> list[Method]:
 
 def margins(job: dict) -> list[float]:
     """The margin, in nats, by which the main model in f32 prefers its own token to each given one."""
-    texts = [np.array(one["text"], np.int64) for one in job["differences"]]
+    texts = [np.array(item["text"], np.int64) for item in job["differences"]]
     model = cached_model.load(ModelSpec(job["main"], "CPU", EXACT), capacity=max(map(len, texts)) + 2)
     rows = [model.logits(text)[0].copy() for text in texts]
-    return [float(row.max() - row[one["token"]]) for row, one in zip(rows, job["differences"], strict=True)]
+    return [float(row.max() - row[item["token"]]) for row, item in zip(rows, job["differences"], strict=True)]
 
 
 def sentence(error: Exception) -> str:

@@ -160,13 +160,13 @@ def compare(cells: list[Cell], ids: list[str], tokenizer: openvino_genai.Tokeniz
 
 def _difference(first: Cell, cell: Cell, ids: list[str], tokenizer: openvino_genai.Tokenizer) -> dict | None:
     texts, expected = cell.answer["tokens"], first.answer["tokens"][0]
-    places = [_place(a, b) for a, b in zip(expected, texts[cell.best], strict=True)]
-    different = [(i, place) for i, place in enumerate(places) if place is not None]
+    differences = [_first_difference(a, b) for a, b in zip(expected, texts[cell.best], strict=True)]
+    different = [(i, position) for i, position in enumerate(differences) if position is not None]
     if not different:
         return None
     number, at = different[0]
     ours, theirs = expected[number], texts[cell.best][number]
-    already = any(_place(a, b) is not None for a, b in zip(expected, texts[0], strict=True))
+    already = any(_first_difference(a, b) is not None for a, b in zip(expected, texts[0], strict=True))
     return {
         "prompt": ids[number],
         "position": at + 1,  # among the new tokens, from 1
@@ -180,13 +180,13 @@ def _difference(first: Cell, cell: Cell, ids: list[str], tokenizer: openvino_gen
         "already_alone": already,  # main alone on this device differs, too
         "margins": [],  # in nats, at the first difference of each differing text; empty: not judged
         "places": [
-            {"text": cell.job["prompts"][i] + expected[i][:place], "token": texts[cell.best][i][place]}
-            for i, place in different
+            {"text": cell.job["prompts"][i] + expected[i][:position], "token": texts[cell.best][i][position]}
+            for i, position in different
         ],
     }
 
 
-def _place(expected: list[int], seen: list[int]) -> int | None:
+def _first_difference(expected: list[int], seen: list[int]) -> int | None:
     """Index of the first token that differs."""
     return next((i for i, (a, b) in enumerate(zip(expected, seen, strict=False)) if a != b), None)
 
@@ -212,9 +212,9 @@ def is_real(difference: dict | None) -> bool:
     return difference is not None and max(difference["margins"], default=0.0) > NEAR_TIE
 
 
-def described(cell: Cell) -> CellResult:
+def cell_result(cell: Cell) -> CellResult:
     """The cell in the JSON result."""
-    one: dict[str, object] = {
+    result: dict[str, object] = {
         "main_device": cell.main.label,
         "draft_device": cell.draft.label if cell.draft else ALONE,
         "status": cell.status,
@@ -225,20 +225,20 @@ def described(cell: Cell) -> CellResult:
             *("draft_length", "throughputs", "speedup", "speedup_range", "acceptance_rate", "block_efficiency"),
             *("ttft", "tpot", "repetition"),
         )
-        one["throughput"], one["throughput_range"] = cell.throughput, cell.throughput_range
+        result["throughput"], result["throughput_range"] = cell.throughput, cell.throughput_range
         row: Drawn = cell.row
-        one |= {name: row[name] for name in names}
-        one |= {name: value for name, value in cell.answer.items() if name not in ("rows", "tokens")}
-        one["same_text"] = cell.difference is None
-        one["first_difference"] = cell.difference["position"] if cell.difference else None
-        one["difference"] = cell.difference and {k: v for k, v in cell.difference.items() if k != "places"}
-        one["difference_is"] = verdict(cell.difference) if cell.difference else None
+        result |= {name: row[name] for name in names}
+        result |= {name: value for name, value in cell.answer.items() if name not in ("rows", "tokens")}
+        result["same_text"] = cell.difference is None
+        result["first_difference"] = cell.difference["position"] if cell.difference else None
+        result["difference"] = cell.difference and {k: v for k, v in cell.difference.items() if k != "places"}
+        result["difference_is"] = verdict(cell.difference) if cell.difference else None
     if cell.machine:
-        one["machine"], one["machine_kind"] = cell.machine, cell.machine_kind
+        result["machine"], result["machine_kind"] = cell.machine, cell.machine_kind
     if cell.measured:
-        one["measured"] = cell.measured
-        one["properties"] = {"main": cell.job["main_properties"], "draft": cell.job["draft_properties"]}
-    return cast(CellResult, one)
+        result["measured"] = cell.measured
+        result["properties"] = {"main": cell.job["main_properties"], "draft": cell.job["draft_properties"]}
+    return cast(CellResult, result)
 
 
 def rows(cells: list[Cell]) -> list[SwapRow]:
@@ -271,20 +271,20 @@ def summary(cells: list[Cell]) -> list[str]:
         lines.append("Emulated cells run the NPU code path on the CPU; their speed is not representative of an NPU.")
     troubled = [cell for cell in cells if cell.status in ("failed", "timeout") or (not cell.measured and cell.reason)]
     lines += [f"{cell.name}: {cell.status}, {cell.reason}." for cell in troubled if cell.status != "absent"]
-    lines += [f"{cell.name} is absent: {cell.reason}." for cell in troubled if _apart(cell)]
+    lines += [f"{cell.name} is absent: {cell.reason}." for cell in troubled if _are_on_different_machines(cell)]
     lines += [f"{device.name} is absent: {device.missing}." for device in main_devices(cells) if device.missing]
     if waiting := sum(cell.status == "not run" for cell in cells):
         lines.append(f"{waiting} cells are not measured yet: rerun the command to continue.")
     kinds = {cell.machine_kind: cell.machine for cell in measured}
     if len(kinds) > 1:
-        places = "; ".join(f"{machine} ({kind})" for kind, machine in kinds.items())
-        lines.append(f"Measured on different machines; compare speedups between them, not tokens/s: {places}.")
+        machines = "; ".join(f"{machine} ({kind})" for kind, machine in kinds.items())
+        lines.append(f"Measured on different machines; compare speedups between them, not tokens/s: {machines}.")
     load = BackgroundLoad()
     load.share = statistics.median([cell.answer["other_load"] for cell in measured] or [0.0])
     return [*lines, *([f"{load.sentence} Use --fresh to measure again."] if load.sentence else [])]
 
 
-def _apart(cell: Cell) -> bool:
+def _are_on_different_machines(cell: Cell) -> bool:
     """Whether its devices exist, but on different machines."""
     return cell.status == "absent" and not any(device.missing for device in cell.devices)
 
@@ -295,11 +295,11 @@ def _changed_texts(measured: list[Cell]) -> list[str]:
     if not changed:
         return ["All cells generate the same greedy text, token by token."] if len(measured) > 1 else []
     lines, first = [], measured[0].name
-    listing = lambda cells: "; ".join(f"{cell.name} ({verdict(cell.difference)})" for cell in cells)  # noqa: E731
+    listed = lambda cells: "; ".join(f"{cell.name} ({verdict(cell.difference)})" for cell in cells)  # noqa: E731
     if real := [cell for cell in changed if is_real(cell.difference)]:
-        lines.append(f"The greedy text really differs from that of {first} in: {listing(real)}.")
+        lines.append(f"The greedy text really differs from that of {first} in: {listed(real)}.")
     if ties := [cell for cell in changed if cell.margins and cell not in real]:
-        lines.append(f"It differs from that of {first} only at near-ties (about equal in f32) in: {listing(ties)}.")
+        lines.append(f"It differs from that of {first} only at near-ties (about equal in f32) in: {listed(ties)}.")
     if unknown := [cell.name for cell in changed if not cell.margins]:
         lines.append(f"It differs from that of {first} (near-tie or real not judged) in: {'; '.join(unknown)}.")
     return lines
@@ -346,14 +346,14 @@ def table(cells: list[Cell]) -> str:
     devices = [device for device in main_devices(cells) if not device.missing]
     if not devices:
         return ""
-    found = {(cell.main, cell.draft): cell for cell in cells}
+    cell_by_devices = {(cell.main, cell.draft): cell for cell in cells}
     lines = [["main \\ draft", ALONE, *(device.label for device in devices)]]
-    lines += [[main.label, *(_figure(found[main, draft]) for draft in (None, *devices))] for main in devices]
+    lines += [[main.label, *(_figure(cell_by_devices[main, draft]) for draft in (None, *devices))] for main in devices]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = ["tokens/s, decode only; speedup over the main model alone on the same device", ""]
     for line in lines:
         text.append("   ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip())
-    return "\n".join([*text, "", *(line for cell in cells for line in _told_difference(cell))])
+    return "\n".join([*text, "", *(line for cell in cells for line in _difference_lines(cell))])
 
 
 def _figure(cell: Cell) -> str:
@@ -369,17 +369,17 @@ def _mark(cell: Cell) -> str:
     return " !" if is_real(cell.difference) or not cell.margins else " ~"
 
 
-def _told_difference(cell: Cell) -> list[str]:
-    found = cell.difference
-    if not found:
+def _difference_lines(cell: Cell) -> list[str]:
+    difference = cell.difference
+    if not difference:
         return []
-    where = ", as with main alone on this device" if cell.draft and found["already_alone"] else ""
+    where = ", as with main alone on this device" if cell.draft and difference["already_alone"] else ""
     return [
-        f"{_mark(cell).strip()} {cell.name}: {found['different_texts']} of {found['texts']} texts differ{where} "
-        f"({verdict(found)}); first in prompt "
-        f"{found['prompt']}, new token {found['position']}, after {found['before']!r}: "
-        f"{found['seen']!r} instead of {found['expected']!r}",
-        f"    expected {found['expected_continuation']!r}",
-        f"    actual   {found['continuation']!r}",
+        f"{_mark(cell).strip()} {cell.name}: {difference['different_texts']} of {difference['texts']} texts "
+        f"differ{where} ({verdict(difference)}); first in prompt "
+        f"{difference['prompt']}, new token {difference['position']}, after {difference['before']!r}: "
+        f"{difference['seen']!r} instead of {difference['expected']!r}",
+        f"    expected {difference['expected_continuation']!r}",
+        f"    actual   {difference['continuation']!r}",
         "",
     ]

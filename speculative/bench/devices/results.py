@@ -40,8 +40,8 @@ class ResultsFile:
         complete, _, cut_off = content.rpartition(b"\n")
         for number, line in enumerate(complete.split(b"\n") if complete else [], start=1):
             try:
-                kept = json.loads(line)
-                self.lines[kept["key"]] = kept["result"]
+                entry = json.loads(line)
+                self.lines[entry["key"]] = entry["result"]
             except (ValueError, KeyError, TypeError):
                 raise ValueError(
                     f"line {number} of {self.path} is not a result of this program: use another file with --results"
@@ -53,24 +53,24 @@ class ResultsFile:
 
     def forget(self, keys: set[str]) -> None:
         """Remove these keys from the file. Raises OSError, with nothing changed, if it cannot be written."""
-        rest = {key: result for key, result in self.lines.items() if key not in keys}
-        if rest != self.lines:
-            atomic_write(self.path, b"".join(_line(key, result) for key, result in rest.items()))
-            self.lines = rest
+        remaining = {key: result for key, result in self.lines.items() if key not in keys}
+        if remaining != self.lines:
+            atomic_write(self.path, b"".join(_line(key, result) for key, result in remaining.items()))
+            self.lines = remaining
 
     def append(self, key: str, result: dict) -> None:
         """Append a result. On failure the file is left unchanged and `problem` says why."""
         self.lines[key] = result
         try:
             with self.path.open("ab", buffering=0) as file:  # a buffer would be flushed again on close
-                before, rest = file.tell(), _line(key, result)
+                size_before, remaining = file.tell(), _line(key, result)
                 try:
-                    while rest:
-                        rest = rest[file.write(rest) :]
+                    while remaining:
+                        remaining = remaining[file.write(remaining) :]
                     os.fsync(file.fileno())
                 except OSError:
                     with contextlib.suppress(OSError):  # a device file cannot be truncated
-                        os.truncate(self.path, before)
+                        os.truncate(self.path, size_before)
                     raise
             self.problem = ""
         except OSError as error:

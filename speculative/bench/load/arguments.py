@@ -9,7 +9,7 @@ from speculative.atomic_write import atomic_write
 from speculative.bench.harness import add_output_arguments, output_file, write_outputs
 from speculative.bench.result import BatchingResult, ServingResult
 from speculative.cli import former_options
-from speculative.cli.arguments import above_zero, add_prompt_arguments, two_or_more, whole
+from speculative.cli.arguments import add_prompt_arguments, positive_float, positive_int, two_or_more
 
 
 def add_load_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,13 +27,13 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--seconds",
-        type=above_zero,
+        type=positive_float,
         default=8.0,
         metavar="S",
         help="duration of each measurement in a round (default: 8)",
     )
     parser.add_argument(
-        "--rounds", type=whole, default=3, metavar="N", help="interleaved rounds after the warm-up (default: 3)"
+        "--rounds", type=positive_int, default=3, metavar="N", help="interleaved rounds after the warm-up (default: 3)"
     )
     add_output_arguments(parser)
     parser.add_argument("--png", type=png_file, metavar="FILE", help="write the plot (needs matplotlib)")

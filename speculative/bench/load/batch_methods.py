@@ -58,24 +58,24 @@ def our_method(name: str, decoder: BatchDecoder, prompts: Prompts, max_new_token
     def run(clients: int, seconds: float, first: int) -> Span:
         numbers, begin = itertools.count(first), time.perf_counter()
         answers: list[RequestRecord] = []
-        going: dict[Request, RequestRecord] = {}
+        running: dict[Request, RequestRecord] = {}
         while True:
-            while len(going) < clients and time.perf_counter() < begin + seconds:
+            while len(running) < clients and time.perf_counter() < begin + seconds:
                 number = next(numbers)
                 prompt, sent = prompts[number], time.perf_counter()  # tokenized before, as for GenAI
-                going[decoder.add_request(prompt, config)] = RequestRecord(number, sent)
-            if not going:
+                running[decoder.add_request(prompt, config)] = RequestRecord(number, sent)
+            if not running:
                 return Span(answers, begin, begin + seconds)
-            for gain in decoder.step():
-                answer = going[gain.request]
+            for output in decoder.step():
+                answer = running[output.request]
                 answer.first = answer.first or time.perf_counter()
-                if gain.request.finished:
-                    answer.end, done = time.perf_counter(), gain.request.result
+                if output.request.finished:
+                    answer.end, done = time.perf_counter(), output.request.result
                     answer.tokens, answer.accepted = len(done.tokens), sum(done.accepted)
                     answer.rejected = sum(done.proposed) - answer.accepted
-                    answer.finish_reason, answer.whole = done.finish_reason, gain.request.error is None
+                    answer.finish_reason, answer.is_complete = done.finish_reason, output.request.error is None
                     answer.text = " ".join(map(str, done.tokens))
-                    answers.append(going.pop(gain.request))
+                    answers.append(running.pop(output.request))
 
     return Load(name, run)
 
@@ -83,24 +83,22 @@ def our_method(name: str, decoder: BatchDecoder, prompts: Prompts, max_new_token
 # ---- GenAI ----------------------------------------------------------------------------------------------------------
 
 
-def scheduler(most_texts: int, with_draft: bool) -> SchedulerConfig:
+def scheduler(max_texts: int, with_draft: bool) -> SchedulerConfig:
     config = SchedulerConfig()
-    config.max_num_seqs = max(config.max_num_seqs, most_texts)
+    config.max_num_seqs = max(config.max_num_seqs, max_texts)
     if with_draft:
         config.dynamic_split_fuse = False
         config.max_num_batched_tokens = 2**31  # one forward pass per prompt, as in LLMPipeline
     return config
 
 
-def genai_pipeline(
-    main: ModelSpec, draft: ModelSpec | None = None, most_texts: int = 256
-) -> ContinuousBatchingPipeline:
-    given, config = dict(main.properties), scheduler(most_texts, draft is not None)
+def genai_pipeline(main: ModelSpec, draft: ModelSpec | None = None, max_texts: int = 256) -> ContinuousBatchingPipeline:
+    properties, config = dict(main.properties), scheduler(max_texts, draft is not None)
     if draft:
-        given["draft_model"] = openvino_genai.draft_model(
+        properties["draft_model"] = openvino_genai.draft_model(
             str(draft.folder), draft.device, scheduler_config=config, **draft.properties
         )
-    return ContinuousBatchingPipeline(str(main.folder), config, main.device, given)
+    return ContinuousBatchingPipeline(str(main.folder), config, main.device, properties)
 
 
 def genai_method(name: str, pipe: ContinuousBatchingPipeline, k: int, prompts: Prompts, max_new_tokens: int) -> Load:
@@ -113,25 +111,25 @@ def genai_method(name: str, pipe: ContinuousBatchingPipeline, k: int, prompts: P
     def run(clients: int, seconds: float, first: int) -> Span:
         numbers, begin = itertools.count(first), time.perf_counter()
         answers: list[RequestRecord] = []
-        going: dict[openvino_genai.GenerationHandle, RequestRecord] = {}
+        running: dict[openvino_genai.GenerationHandle, RequestRecord] = {}
         while True:
-            while len(going) < clients and time.perf_counter() < begin + seconds:
+            while len(running) < clients and time.perf_counter() < begin + seconds:
                 number = next(numbers)
                 prompt, sent = ov.Tensor(prompts[number][None]), time.perf_counter()
-                going[pipe.add_request(next(ids), prompt, config)] = RequestRecord(number, sent)
-            if not going:
+                running[pipe.add_request(next(ids), prompt, config)] = RequestRecord(number, sent)
+            if not running:
                 return Span(answers, begin, begin + seconds)
             pipe.step()
-            for handle, answer in list(going.items()):
+            for handle, answer in list(running.items()):
                 while handle.can_read():
                     answer.first = answer.first or time.perf_counter()
                     new = [token for part in handle.read().values() for token in part.generated_ids]
                     answer.tokens += len(new)
                     answer.text += "".join(f" {token}" for token in new)
                 if handle.get_status() != openvino_genai.GenerationStatus.RUNNING:
-                    answer.end, answer.finish_reason, answer.whole = time.perf_counter(), "length", True
+                    answer.end, answer.finish_reason, answer.is_complete = time.perf_counter(), "length", True
                     answer.text = answer.text.strip()
-                    answers.append(going.pop(handle))
+                    answers.append(running.pop(handle))
 
     return Load(name, run)
 

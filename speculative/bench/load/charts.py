@@ -37,27 +37,27 @@ def load_charts(result: Drawn) -> list[Markup]:
 
 def _chart(key: str, rows: list[Drawn]) -> Markup | None:
     spread, heading, title, unit, words = PANELS[key]
-    known = [row for row in rows if finite(row[key])]
-    if not known:
+    measured = [row for row in rows if finite(row[key])]
+    if not measured:
         return None
     clients = sorted({row["clients"] for row in rows})
     methods = list(dict.fromkeys(row["method"] for row in rows))
     x = Axis(
         f"{rows[0]['counted']}s at once", -0.4, len(clients) - 0.6, list(range(len(clients))), list(map(str, clients))
     )
-    highest = max(unit * value for row in known for value in [row[key], *(row[spread] if spread else [])])
-    description = "; ".join(f"{row['name']}: {unit * row[key]:.4g}" for row in known)
+    highest = max(unit * value for row in measured for value in [row[key], *(row[spread] if spread else [])])
+    description = "; ".join(f"{row['name']}: {unit * row[key]:.4g}" for row in measured)
     plot = Plot(heading, description, x, axis(title, 0, highest or 1))
     entries = []
     for i, method in enumerate(methods):
-        aside = 0.1 * (i - (len(methods) - 1) / 2)  # keeps the ranges of two methods apart
-        line = [(clients.index(row["clients"]) + aside, row) for row in known if row["method"] == method]
+        offset = 0.1 * (i - (len(methods) - 1) / 2)  # keeps the ranges of two methods apart
+        line = [(clients.index(row["clients"]) + offset, row) for row in measured if row["method"] == method]
         if not line:
             continue
-        plot.line([(place, unit * row[key]) for place, row in line], colour(i))
-        for place, row in line:
+        plot.line([(position, unit * row[key]) for position, row in line], colour(i))
+        for position, row in line:
             if spread:
-                plot.spread(place, unit * min(row[spread]), unit * max(row[spread]), colour(i))
-            plot.marker(place, unit * row[key], shape(i), colour(i), f"{row['name']}: {unit * row[key]:.4g}")
+                plot.spread(position, unit * min(row[spread]), unit * max(row[spread]), colour(i))
+            plot.marker(position, unit * row[key], shape(i), colour(i), f"{row['name']}: {unit * row[key]:.4g}")
         entries.append((method, swatch(colour(i), shape(i))))
     return section(f"load-{key}", heading, how(words), tag("figure", plot.svg(), legend(entries)))

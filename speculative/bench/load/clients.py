@@ -18,10 +18,10 @@ from urllib.parse import urlsplit
 
 from speculative.bench.load.metrics import RequestRecord, Span
 
-PATIENCE = 120.0  # seconds without any data after which a request counts as lost
+TIMEOUT_SECONDS = 120.0  # seconds without any data after which a request counts as lost
 ROUND_TRIPS = 40  # requests, one after the other
 TOKENIZE = "/tokenize"  # beside /v1, as in vLLM
-MOST_WAIT = 5.0  # maximum seconds a client honours Retry-After
+MAX_RETRY_WAIT = 5.0  # maximum seconds a client honours Retry-After
 
 
 class Target(NamedTuple):
@@ -32,7 +32,7 @@ class Target(NamedTuple):
     api_key: str = ""
     chat: bool = False  # /chat/completions, else /completions
 
-    def connect(self, timeout: float = PATIENCE) -> http.client.HTTPConnection:
+    def connect(self, timeout: float = TIMEOUT_SECONDS) -> http.client.HTTPConnection:
         parts = urlsplit(self.url)
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         return kind(parts.hostname or "localhost", parts.port, timeout=timeout)
@@ -47,8 +47,14 @@ class Target(NamedTuple):
 
     def request(self, prompt: str, settings: dict) -> tuple[str, bytes]:
         """Path and body of a request for a streamed answer."""
-        asked = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
-        body = {"model": self.model, **asked, "stream": True, "stream_options": {"include_usage": True}, **settings}
+        parameters = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
+        body = {
+            "model": self.model,
+            **parameters,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **settings,
+        }
         return self.path("/chat/completions" if self.chat else "/completions"), json.dumps(body).encode()
 
 
@@ -75,7 +81,7 @@ def ask(
     except TimeoutError:
         pass  # lost
     except (OSError, http.client.HTTPException, ValueError):
-        answer.cut = True
+        answer.is_cut_off = True
     answer.end = time.perf_counter()
     if answer.outcome != "answered":
         connection.close()  # reconnects automatically
@@ -88,7 +94,7 @@ def _read_events(response: http.client.HTTPResponse, answer: RequestRecord, piec
         if name != b"data":
             continue
         if data == b"[DONE]":
-            answer.whole = True
+            answer.is_complete = True
             response.read()
             return
         event = json.loads(data)
@@ -113,10 +119,10 @@ def _read_events(response: http.client.HTTPResponse, answer: RequestRecord, piec
 
 def _lines(response: http.client.HTTPResponse) -> Iterator[bytes]:
     """Lines as they arrive. Raises HTTPException if the connection breaks; iterating over `response` does not."""
-    rest = b""
+    incomplete = b""
     while received := response.read1():
-        *whole, rest = (rest + received).split(b"\n")
-        yield from whole
+        *complete_lines, incomplete = (incomplete + received).split(b"\n")
+        yield from complete_lines
 
 
 def _message(content: dict) -> str:
@@ -168,12 +174,12 @@ def closed_loop(
         connection = server.connect()
         while time.perf_counter() < begin + seconds:
             number = next(numbers)
-            place = number % len(prompts)
-            asked = {**settings, **formats[place]}
-            answer = ask(connection, server, number, f"# {number}\n{prompts[place]}", asked)
+            index = number % len(prompts)
+            parameters = {**settings, **formats[index]}
+            answer = ask(connection, server, number, f"# {number}\n{prompts[index]}", parameters)
             answers.append(answer)
             if answer.outcome != "answered":
-                time.sleep(min(answer.retry_after or 0.1, MOST_WAIT))
+                time.sleep(min(answer.retry_after or 0.1, MAX_RETRY_WAIT))
         connection.close()
 
     threads = [threading.Thread(target=client, daemon=True) for _ in range(clients)]
@@ -188,8 +194,8 @@ def response_format(schema: str) -> dict:
     """The parameter that makes an answer follow a JSON schema, if there is one."""
     if not schema:
         return {}
-    named = {"name": "answer", "schema": json.loads(schema)}
-    return {"response_format": {"type": "json_schema", "json_schema": named}}
+    schema_object = {"name": "answer", "schema": json.loads(schema)}
+    return {"response_format": {"type": "json_schema", "json_schema": schema_object}}
 
 
 def only_model(server: Target) -> str:

@@ -24,9 +24,9 @@ from speculative.sequence import metrics
 
 Outcome = Literal["answered", "refused", "cut off", "lost"]
 OUTCOMES: tuple[Outcome, ...] = ("answered", "refused", "cut off", "lost")
-EACH = 100_000  # prompt numbers reserved for each measurement
+PROMPTS_PER_RUN = 100_000  # prompt numbers reserved for each measurement
 WARM_UP = 0.2  # maximum seconds of load; each client generates at least one text
-MIDDLE = (0.05, 0.95)  # quantiles shown as the range of TTFT and TPOT
+SHOWN_QUANTILES = (0.05, 0.95)  # quantiles shown as the range of TTFT and TPOT
 
 
 @dataclass
@@ -47,8 +47,8 @@ class RequestRecord:
     status: int = 0  # HTTP status; 0: no response
     error: str = ""  # message of the API's error object
     retry_after: float = 0.0
-    whole: bool = False  # the stream was complete
-    cut: bool = False  # the connection broke or could not be made, or the error was not an API error object
+    is_complete: bool = False  # the stream was complete
+    is_cut_off: bool = False  # the connection broke or could not be made, or the error was not an API error object
     pieces: int = 0  # of text, as they came
 
     @property
@@ -57,9 +57,9 @@ class RequestRecord:
         answer for a complete one."""
         if self.error:
             return "refused"
-        if self.whole and self.finish_reason:
+        if self.is_complete and self.finish_reason:
             return "answered"
-        return "cut off" if self.cut else "lost"
+        return "cut off" if self.is_cut_off else "lost"
 
     @property
     def ttft(self) -> float | None:
@@ -117,7 +117,7 @@ def take_turns(methods: Sequence[Load], clients: Sequence[int], seconds: float, 
                     lasting = seconds if number >= warm_up else min(WARM_UP, seconds)
                     for method in shuffled(methods, turn):
                         bar.set_description(f"{method.name}, {n} at once")
-                        done.append((method, n, method.run(n, lasting, EACH * turn)))
+                        done.append((method, n, method.run(n, lasting, PROMPTS_PER_RUN * turn)))
                         bar.update()
                 if number >= warm_up:
                     for method, n, span in done:
@@ -146,11 +146,11 @@ def row(method: Load, clients: int, baseline: Load | None, counts: str = "client
     if baseline and baseline is not method:
         others = baseline.rounds[clients]
         ratios = [a / b.throughput for a, b in zip(throughputs, others, strict=True) if b.throughput]
-        texts = {answer.number: answer.text for span in others for answer in span.answers if answer.whole}
+        texts = {answer.number: answer.text for span in others for answer in span.answers if answer.is_complete}
         same = [answer.text == texts[answer.number] for answer in answered if answer.number in texts]
     ttft, ttft_range = _median_and_spread([answer.ttft for answer in answered])
     tpot, tpot_range = _median_and_spread([answer.tpot for answer in answered])
-    found: LoadRow = {
+    result: LoadRow = {
         "name": f"{method.name}, {counted(clients, counts)}",
         "method": method.name,
         "clients": clients,
@@ -170,12 +170,12 @@ def row(method: Load, clients: int, baseline: Load | None, counts: str = "client
         **outcomes(answers),
     }
     if times := [span.processor_time for span in spans if span.processor_time]:
-        found["processor_time"] = _total(times)
-    return found
+        result["processor_time"] = _total(times)
+    return result
 
 
-def _total(known: Sequence[ProcessorTime]) -> ProcessorTime:
-    return cast(ProcessorTime, {key: sum(one[key] for one in known) for key in known[0]})  # type: ignore[literal-required]
+def _total(values_known: Sequence[ProcessorTime]) -> ProcessorTime:
+    return cast(ProcessorTime, {key: sum(one[key] for one in values_known) for key in values_known[0]})  # type: ignore[literal-required]
 
 
 def outcomes(answers: Sequence[RequestRecord]) -> Outcomes:
@@ -190,11 +190,11 @@ def outcomes(answers: Sequence[RequestRecord]) -> Outcomes:
 
 
 def _median_and_spread(values: list[float | None]) -> tuple[float | None, Range | None]:
-    known = sorted(value for value in values if value is not None)
-    if not known:
+    values_known = sorted(value for value in values if value is not None)
+    if not values_known:
         return None, None
-    low, high = (known[min(int(share * len(known)), len(known) - 1)] for share in MIDDLE)
-    return statistics.median(known), [low, high]
+    low, high = (values_known[min(int(share * len(values_known)), len(values_known) - 1)] for share in SHOWN_QUANTILES)
+    return statistics.median(values_known), [low, high]
 
 
 def _drafting(answers: list[RequestRecord]) -> Drafting:
@@ -225,20 +225,20 @@ def break_even(rows: list[LoadRow]) -> list[str]:
         return []
     first, last = rows[0], rows[-1]
     lines = [f"Throughput with a draft relative to the main model alone: {'; '.join(map(_times, rows))}."]
-    unpaid = [one for one in rows if _lowest(one) <= 1]
-    if not unpaid:
+    without_gain = [one for one in rows if _lowest(one) <= 1]
+    if not without_gain:
         lines.append(f"The draft helps at every measured number of {last['counted']}s, up to {last['clients']}.")
-    elif len(unpaid) == len(rows):
+    elif len(without_gain) == len(rows):
         lines.append(f"The draft does not reliably help at any measured number of {last['counted']}s.")
     else:
-        worst = min(map(_lowest, unpaid))  # over all rounds: a median hides slower ones
+        worst = min(map(_lowest, without_gain))  # over all rounds: a median hides slower ones
         cost = f"costs up to {1 - worst:.0%} of the throughput" if worst < 0.995 else "costs nothing"
-        if unpaid == rows[-len(unpaid) :]:
-            stop = counted(unpaid[0]["clients"], unpaid[0]["counted"])
+        if without_gain == rows[-len(without_gain) :]:
+            stop = counted(without_gain[0]["clients"], without_gain[0]["counted"])
             lines.append(f"The draft stops helping at {stop}; from there on it {cost}.")
         else:
-            others = "".join(f"{one['clients']}, " for one in unpaid[:-1])
-            last_one = counted(unpaid[-1]["clients"], unpaid[-1]["counted"])
+            others = "".join(f"{one['clients']}, " for one in without_gain[:-1])
+            last_one = counted(without_gain[-1]["clients"], without_gain[-1]["counted"])
             lines.append(f"The draft does not reliably help with {others}{last_one}; there it {cost}.")
     if first["mean_draft_length"] is not None and last["mean_draft_length"] is not None and last is not first:
         drafted = ", ".join(f"{row['mean_draft_length']:.2f} with {row['clients']}" for row in rows)

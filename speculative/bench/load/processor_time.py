@@ -26,7 +26,7 @@ REPLICA = "ray::ServeReplica"  # begins the title of a replica's process
 class Reading(NamedTuple):
     """Processor seconds so far."""
 
-    at: float  # time.perf_counter
+    time: float  # time.perf_counter
     servers: float  # of all processes
     clients: float  # of this process
     threads: dict[int, dict[int, float]]  # of each thread, by replica's process
@@ -47,7 +47,9 @@ class Meter:
             try:
                 servers += _used(process)
                 if "".join(process.cmdline()[:1]).startswith(REPLICA):
-                    threads[process.pid] = {one.id: one.user_time + one.system_time for one in process.threads()}
+                    threads[process.pid] = {
+                        thread.id: thread.user_time + thread.system_time for thread in process.threads()
+                    }
             except psutil.NoSuchProcess:  # it has just ended
                 continue
             except psutil.AccessDenied:
@@ -62,9 +64,11 @@ class Meter:
         engines = 0.0
         for process, threads in now.threads.items():
             earlier = before.threads.get(process, {})
-            engines += sum(sorted(used - earlier.get(one, 0.0) for one, used in threads.items())[-self._threads :])
+            engines += sum(
+                sorted(used - earlier.get(thread, 0.0) for thread, used in threads.items())[-self._threads :]
+            )
         return {
-            "seconds": now.at - before.at,
+            "seconds": now.time - before.time,
             "engines": engines,
             "servers": max(now.servers - before.servers - engines, 0.0),
             "clients": now.clients - before.clients,

@@ -23,7 +23,7 @@ SERVE_PAIR = Path(__file__).resolve().parents[3] / "samples/serve/serve_pair.py"
 READY = "ready: "  # then the URL, on a line of its standard error
 START = 180.0  # seconds to become ready
 END = 60.0  # seconds to finish accepted requests and stop its processes
-SHOWN = 300  # characters shown of its last message
+MAX_MESSAGE = 300  # characters shown of its last message
 
 
 class StartedServer:
@@ -51,7 +51,7 @@ class StartedServer:
         self._ready.wait(START)
         if not self._url:
             self.end()
-            reason = self._output[-1][:SHOWN].removeprefix("error: ") if self._output else "no output"
+            reason = self._output[-1][:MAX_MESSAGE].removeprefix("error: ") if self._output else "no output"
             raise RuntimeError(f"the server did not become ready: {reason}")
         return self._url
 
@@ -80,6 +80,6 @@ def free_port() -> int:
     them could take it."""
     while True:
         port = random.SystemRandom().randrange(20_000, 32_768)
-        with contextlib.suppress(OSError), socket.socket() as found:
-            found.bind(("127.0.0.1", port))
+        with contextlib.suppress(OSError), socket.socket() as candidate:
+            candidate.bind(("127.0.0.1", port))
             return port

@@ -25,10 +25,12 @@ from speculative.sampling.params import SamplingParams
 PATHS = ("engine", "genai", "lookup")
 GREEDY_K, SAMPLED_K = [1, 4, 8], [2]  # default draft lengths
 NGRAM = 3  # maximum n-gram length of GenAI's prompt lookup
-WORTH_IT = Costs(draft=0.0, main={1: 1.0, LONGEST + 1: 3.0})  # costs at which most matches are worth verifying
+CHEAP_VERIFICATION = Costs(
+    draft=0.0, main={1: 1.0, LONGEST + 1: 3.0}
+)  # costs at which most matches are worth verifying
 CONFIDENCE = 0.4  # draft confidence threshold of the method that uses one
-FINEST = 0.002  # minimum probability of a sequence to be counted separately
-MOST_CRASHES = 5  # per method
+MIN_PROBABILITY = 0.002  # minimum probability of a sequence to be counted separately
+MAX_CRASHES = 5  # per method
 
 
 class Draw(NamedTuple):
@@ -63,8 +65,8 @@ class NativeRunner:
         self._decoder = decoder
         decoder.reset(seed)
 
-    def request(self, prompt: np.ndarray, config: GenerationConfig, wanted: int) -> Draw:
-        """The first `wanted` tokens after `prompt`. Raises RuntimeError on a crash."""
+    def request(self, prompt: np.ndarray, config: GenerationConfig, num_tokens: int) -> Draw:
+        """The first `num_tokens` tokens after `prompt`. Raises RuntimeError on a crash."""
         tokens: list[int] = []
         proposed, accepted = 0, 0
         steps = self._decoder.stream(prompt, config)
@@ -72,9 +74,9 @@ class NativeRunner:
             tokens += step.tokens
             proposed += step.proposed
             accepted += step.accepted - step.ends_in_leaf
-            if len(tokens) >= wanted:
+            if len(tokens) >= num_tokens:
                 steps.close()
-        return Draw(tokens[:wanted], proposed, accepted)
+        return Draw(tokens[:num_tokens], proposed, accepted)
 
     def close(self) -> None: ...
 
@@ -86,8 +88,8 @@ class GenAIRunner:
         self._load = load
         self._pipe: openvino_genai.LLMPipeline | None = None
 
-    def request(self, prompt: np.ndarray, config: GenerationConfig, wanted: int) -> Draw:
-        """The first `wanted` tokens after `prompt`. Raises RuntimeError on a crash."""
+    def request(self, prompt: np.ndarray, config: GenerationConfig, num_tokens: int) -> Draw:
+        """The first `num_tokens` tokens after `prompt`. Raises RuntimeError on a crash."""
         try:
             self._pipe = self._pipe or self._load()
             result = self._pipe.generate(ov.Tensor(prompt[None]), config)
@@ -96,7 +98,7 @@ class GenAIRunner:
             raise
         drafting = result.extended_perf_metrics  # excludes the last iteration
         counts = (drafting.get_num_draft_tokens(), drafting.get_num_accepted_tokens()) if drafting else (0, 0)
-        return Draw(list(result.tokens[0][:wanted]), *counts)
+        return Draw(list(result.tokens[0][:num_tokens]), *counts)
 
     def close(self) -> None:
         """Free the memory; the next request reloads the pipeline."""
@@ -118,14 +120,14 @@ class CheckedMethod:
     draws: list[Draw | None] = field(default_factory=list)
     crash: str = ""
 
-    def request(self, prompt: np.ndarray, wanted: int, settings: dict[str, Any]) -> Draw | None:
+    def request(self, prompt: np.ndarray, num_tokens: int, settings: dict[str, Any]) -> Draw | None:
         # Leave room for a full draft after the last wanted token: no method drafts more than max_new_tokens allows.
         room = self.settings.get("num_assistant_tokens", LONGEST if self.ours else 0)
-        config = GenerationConfig(max_new_tokens=wanted + room, ignore_eos=True, **settings, **self.settings)
+        config = GenerationConfig(max_new_tokens=num_tokens + room, ignore_eos=True, **settings, **self.settings)
         try:
-            draw = self.runner.request(prompt, config, wanted)
-            if len(draw.tokens) < wanted:
-                raise RuntimeError(f"generation ended after {len(draw.tokens)} of {wanted} tokens")
+            draw = self.runner.request(prompt, config, num_tokens)
+            if len(draw.tokens) < num_tokens:
+                raise RuntimeError(f"generation ended after {len(draw.tokens)} of {num_tokens} tokens")
             return draw
         except RuntimeError as error:
             self.crash = " ".join(str(error).split())
@@ -169,12 +171,12 @@ def checked_methods(
     if "lookup" in paths:
         suffix = SuffixProposer(engine.main.vocab_size)
         lookup = NativeRunner(Decoder(engine.main, suffix), seed)
-        adaptive = NativeRunner(Decoder(engine.main, suffix, LookupDraftLength(WORTH_IT)), seed)
+        adaptive = NativeRunner(Decoder(engine.main, suffix, LookupDraftLength(CHEAP_VERIFICATION)), seed)
         methods += for_each_k("engine lookup", True, lookup, ks)
         methods.append(CheckedMethod("engine lookup, adaptive", True, adaptive))
         if isinstance(engine.draft, DraftModelProposer):
             source = CombinedProposer(suffix, engine.draft)
-            length = CombinedDraftLength(WORTH_IT)
+            length = CombinedDraftLength(CHEAP_VERIFICATION)
             both = NativeRunner(Decoder(engine.main, source, length), seed)
             methods.append(CheckedMethod("engine draft and lookup, adaptive", True, both))
         methods += for_each_k("GenAI lookup", False, pipeline(None, prompt_lookup=True), ks, max_ngram_size=NGRAM)
@@ -191,10 +193,10 @@ def checked_methods(
 
 
 def for_each_k(
-    name: str, ours: bool, runner: NativeRunner | GenAIRunner, asked: list[int] | None, **settings: Any
+    name: str, ours: bool, runner: NativeRunner | GenAIRunner, given_ks: list[int] | None, **settings: Any
 ) -> list[CheckedMethod]:
     """The method with each draft length: those asked for, or the default ones, which differ for texts and samples."""
-    greedy, sampled = (asked or ks for ks in (GREEDY_K, SAMPLED_K))
+    greedy, sampled = (given_ks or ks for ks in (GREEDY_K, SAMPLED_K))
     return [
         CheckedMethod(
             f"{name}, K = {k}", ours, runner, {"num_assistant_tokens": k, **settings}, k in greedy, k in sampled
@@ -205,20 +207,20 @@ def for_each_k(
 
 def run(methods: list[CheckedMethod], requests: Requests) -> None:
     """Generate every method's greedy texts and samples."""
-    prompts, wanted = requests.prompts, {True: requests.draws, False: requests.genai_draws}
-    total = sum(method.is_greedy * len(prompts) + method.is_sampled * wanted[method.ours] for method in methods)
+    prompts, num_tokens = requests.prompts, {True: requests.draws, False: requests.genai_draws}
+    total = sum(method.is_greedy * len(prompts) + method.is_sampled * num_tokens[method.ours] for method in methods)
     with tqdm(total=total, unit="request", dynamic_ncols=True) as bar:
-        for method, following in zip(methods, [*methods[1:], None], strict=True):
+        for method, next_method in zip(methods, [*methods[1:], None], strict=True):
             bar.set_description(method.name)
             for prompt in prompts if method.is_greedy else ():
                 method.texts.append(method.request(prompt, requests.max_new_tokens, {}))
                 bar.update()
-            for i in range(wanted[method.ours] if method.is_sampled else 0):
-                if method.draws.count(None) < MOST_CRASHES:
+            for i in range(num_tokens[method.ours] if method.is_sampled else 0):
+                if method.draws.count(None) < MAX_CRASHES:
                     settings = {**requests.sampling, "rng_seed": requests.seed + i}
                     method.draws.append(method.request(prompts[0], requests.tokens, settings))
                 bar.update()
-            if following is None or following.runner is not method.runner:
+            if next_method is None or next_method.runner is not method.runner:
                 method.runner.close()
 
 
@@ -226,7 +228,7 @@ def exact_cells(main: CachedModel, requests: Requests) -> lossless_check.Cells:
     """The exact joint distribution of a sample; sequences with too few expected samples are pooled into one cell."""
     params = SamplingParams.resolve(GenerationConfig(**requests.sampling))
     next_token = lossless_check.main_alone(main, requests.prompts[0], params)
-    resolution = max(lossless_check.EXPECTED / max(requests.draws, requests.genai_draws), FINEST)
+    resolution = max(lossless_check.EXPECTED / max(requests.draws, requests.genai_draws), MIN_PROBABILITY)
     with tqdm(unit=" forward passes", desc="exact distribution", leave=False, dynamic_ncols=True) as bar:
 
         def counted(tokens: tuple[int, ...]) -> lossless_check.Probabilities:

@@ -82,12 +82,12 @@ def first_difference(
     main: CachedModel, number: int, prompt: np.ndarray, expected: list[int], tokens: list[int]
 ) -> TextDifference:
     """Position of the first difference of two greedy texts, and the main model's logit margin there."""
-    place = next(i for i, (a, b) in enumerate(zip(expected, tokens, strict=True)) if a != b)
+    position = next(i for i, (a, b) in enumerate(zip(expected, tokens, strict=True)) if a != b)
     main.reset()
-    logits = main.logits(np.concatenate([prompt, np.array(expected[:place], np.int64)]))[0]
-    margin = float(logits[expected[place]] - logits[tokens[place]])
+    logits = main.logits(np.concatenate([prompt, np.array(expected[:position], np.int64)]))[0]
+    margin = float(logits[expected[position]] - logits[tokens[position]])
     near_tie = abs(margin) < NEAR_TIE * float(logits.std())
-    return {"prompt": number + 1, "token": place + 1, "margin": margin, "near_tie": near_tie}
+    return {"prompt": number + 1, "token": position + 1, "margin": margin, "near_tie": near_tie}
 
 
 def judge_draws(method: CheckedMethod, cells: lossless_check.Cells) -> SampledRow | ComparedRow:

@@ -9,12 +9,12 @@ from speculative.bench.reporting.svg import (
     Plot,
     axis,
     colour,
+    integer_axis,
     legend,
     part_swatch,
     shape,
     stacked_bars,
     swatch,
-    whole_axis,
 )
 from speculative.bench.reporting.tables import candidate_name, finite, how, method_name, section
 from speculative.bench.result import Drawn
@@ -37,7 +37,7 @@ def speedup(result: Drawn) -> Markup | str:
     values = [value for p in points for value in (p["speedup"], p.get("predicted"), *(p.get("speedup_range") or []))]
     values += [row["speedup"] for row in others]
     y = axis("speedup (x)", 0, max(1.2, *filter(finite, values)))
-    x = whole_axis("draft length K (tokens)", [p["k"] for p in points])
+    x = integer_axis("draft length K (tokens)", [p["k"] for p in points])
     engines = list(dict.fromkeys(p["engine"] for p in points + others))
     panels = []
     for t in dict.fromkeys(p["temperature"] for p in points):
@@ -91,10 +91,10 @@ def speedup_panel(
     entries = []
     for i, engine in enumerate(engines):
         line = sorted((p for p in points if p["engine"] == engine), key=lambda p: p["k"])
-        aside = 0.14 * (i - (len(engines) - 1) / 2)  # keeps the ranges of two engines apart
-        predicted = [(p["k"] + aside, p["predicted"]) for p in line if finite(p.get("predicted"))]
+        offset = 0.14 * (i - (len(engines) - 1) / 2)  # keeps the ranges of two engines apart
+        predicted = [(p["k"] + offset, p["predicted"]) for p in line if finite(p.get("predicted"))]
         if line:
-            plot.line([(p["k"] + aside, p["speedup"]) for p in line], colour(i))
+            plot.line([(p["k"] + offset, p["speedup"]) for p in line], colour(i))
             entries.append((f"{engine}, measured", swatch(colour(i), shape(i))))
         if predicted:
             plot.line(predicted, f"{colour(i)} dashed")
@@ -105,11 +105,11 @@ def speedup_panel(
             entries.append((f"{method_name(row)}: {row['speedup']:.2f}x", swatch(style)))
         for p in line:
             low, high = p.get("speedup_range") or [p["speedup"]] * 2
-            plot.spread(p["k"] + aside, low, high, colour(i))
+            plot.spread(p["k"] + offset, low, high, colour(i))
             tooltip = f"{engine}, K = {p['k']}: {p['speedup']:.2f}x ({low:.2f} to {high:.2f})"
-            plot.marker(p["k"] + aside, p["speedup"], "star" if p.get("best") else shape(i), colour(i), tooltip)
+            plot.marker(p["k"] + offset, p["speedup"], "star" if p.get("best") else shape(i), colour(i), tooltip)
             if p.get("best"):
-                plot.note(p["k"] + aside, max(high, p["speedup"]), f"{p['speedup']:.2f}x")
+                plot.note(p["k"] + offset, max(high, p["speedup"]), f"{p['speedup']:.2f}x")
     entries += [("best K", swatch("even", "star", line=False)), ("main model alone", swatch("even"))]
     return tag("figure", tag("h3", title), plot.svg(), legend(entries))
 
@@ -122,17 +122,20 @@ def acceptance(result: Drawn) -> Markup | str:
     longest: dict[tuple, Drawn] = {}
     for row in result.get("rows", []):
         rule = row["draft_length"] if isinstance(row.get("draft_length"), str) else "fixed"
-        kind = (row.get("engine"), row.get("temperature"), rule)
-        if len(row.get("position_acceptance") or []) > len(longest.get(kind, {}).get("position_acceptance", [])):
-            longest[kind] = row
+        key = (row.get("engine"), row.get("temperature"), rule)
+        if len(row.get("position_acceptance") or []) > len(longest.get(key, {}).get("position_acceptance", [])):
+            longest[key] = row
     rows = list(longest.values())
     if not rows or result["program"] in OTHER_ROWS:
         return ""
-    most = max(len(row["position_acceptance"]) for row in rows)
+    max_positions = max(len(row["position_acceptance"]) for row in rows)
     description = "; ".join(
         f"{method_name(row)}: {', '.join(f'{a:.2f}' for a in row['position_acceptance'])}" for row in rows
     )
-    x, y = whole_axis("position in the draft (token)", [1, most]), axis("accepted (share of iterations)", 0, 1)
+    x, y = (
+        integer_axis("position in the draft (token)", [1, max_positions]),
+        axis("accepted (share of iterations)", 0, 1),
+    )
     plot = Plot("Per-position acceptance", description, x, y)
     entries = []
     for i, row in enumerate(rows):
@@ -167,52 +170,65 @@ def iteration(result: Drawn) -> Markup | str:
 
 def candidates(result: Drawn) -> Markup | str:
     """Speed against agreement; candidates never compared with the f32 text are in the table only."""
-    found = list(enumerate(result.get("candidates", []), start=1))
-    if not found:
+    numbered = list(enumerate(result.get("candidates", []), start=1))
+    if not numbered:
         return ""
-    shown = [(i, one) for i, one in found if finite(one.get("throughput")) and finite(one.get("agreement"))]
+    comparable = [
+        (i, candidate)
+        for i, candidate in numbered
+        if finite(candidate.get("throughput")) and finite(candidate.get("agreement"))
+    ]
     content = [how("Higher is faster; further right agrees more with the main model's greedy text in f32.")]
-    if shown:
-        content.append(candidates_figure(shown, chosen(result)))
-    if len(shown) < len(found):
+    if comparable:
+        content.append(candidates_figure(comparable, chosen(result)))
+    if len(comparable) < len(numbered):
         content.append(
-            how(f"{len(found) - len(shown)} of {len(found)} lack one of the two measurements: see the table below.")
+            how(
+                f"{len(numbered) - len(comparable)} of {len(numbered)} lack one of the two measurements: see the table "
+                "below."
+            )
         )
     return section("candidates", "Speed against agreement", *content)
 
 
-def candidates_figure(shown: list[tuple[int, Drawn]], recommended: Drawn | None) -> Markup:
-    agreement, speed = zip(*((one["agreement"], one["throughput"]) for _, one in shown), strict=True)
-    top = max((one for _, one in shown), key=lambda one: one["throughput"])
+def candidates_figure(comparable: list[tuple[int, Drawn]], recommended: Drawn | None) -> Markup:
+    agreement, speed = zip(
+        *((candidate["agreement"], candidate["throughput"]) for _, candidate in comparable), strict=True
+    )
+    top = max((candidate for _, candidate in comparable), key=lambda candidate: candidate["throughput"])
     description = (
-        f"{len(shown)} candidates; the fastest decodes {top['throughput']:.1f} tokens/s and agrees on "
+        f"{len(comparable)} candidates; the fastest decodes {top['throughput']:.1f} tokens/s and agrees on "
         f"{top['agreement']:.1%} of the tokens."
     )
     x = percent_axis("agreement with f32 greedy (% of tokens)", min(agreement), max(agreement))
     plot = Plot("Speed against agreement", description, x, axis("throughput (tokens/s)", 0, max(speed)))
-    for i, one in shown:
-        to_the_end = one.get("spread") is not None and not one.get("dropped_in_round")
-        mark, style = ("star", "c2") if one is recommended else ("circle", "c1" if to_the_end else "c1 open")
-        tooltip = f"{candidate_name(i, one)}: {one['throughput']:.1f} tokens/s, agreement {one['agreement']:.1%}"
-        plot.marker(one["agreement"], one["throughput"], mark, style, tooltip)
+    for i, candidate in comparable:
+        is_complete = candidate.get("spread") is not None and not candidate.get("dropped_in_round")
+        mark, style = ("star", "c2") if candidate is recommended else ("circle", "c1" if is_complete else "c1 open")
+        agreed = candidate["agreement"]
+        tooltip = f"{candidate_name(i, candidate)}: {candidate['throughput']:.1f} tokens/s, agreement {agreed:.1%}"
+        plot.marker(candidate["agreement"], candidate["throughput"], mark, style, tooltip)
     entries = [("measured to the end", swatch("c1", "circle", line=False))]
     entries.append(("dropped, or only measured briefly", swatch("c1 open", "circle", line=False)))
-    for i, one in shown:
-        if one is recommended:
-            plot.note(one["agreement"], one["throughput"], str(i))
-            entries.append((f"recommended: {candidate_name(i, one)}", swatch("c2", "star", line=False)))
+    for i, candidate in comparable:
+        if candidate is recommended:
+            plot.note(candidate["agreement"], candidate["throughput"], str(i))
+            entries.append((f"recommended: {candidate_name(i, candidate)}", swatch("c2", "star", line=False)))
     return tag("figure", plot.svg(), legend(entries))
 
 
 def chosen(result: Drawn) -> Drawn | None:
     """The candidate with the recommended settings."""
-    found = result.get("recommendation") or {}
-    best = found.get("settings", {}).get(found.get("best"))
+    recommendation = result.get("recommendation") or {}
+    best = recommendation.get("settings", {}).get(recommendation.get("best"))
     if best is None:
         return None
-    engine = {ALONE: GENAI, SUFFIX: NATIVE}.get(found["best"]) or engine_id(found["best"])
-    wanted = {key: value for key, value in best.items() if key not in FIGURES} | {"engine": engine}
-    return next((one for one in result["candidates"] if _with_engine_id(one.get("settings")) == wanted), None)
+    engine = {ALONE: GENAI, SUFFIX: NATIVE}.get(recommendation["best"]) or engine_id(recommendation["best"])
+    settings = {key: value for key, value in best.items() if key not in FIGURES} | {"engine": engine}
+    return next(
+        (candidate for candidate in result["candidates"] if _with_engine_id(candidate.get("settings")) == settings),
+        None,
+    )
 
 
 def _with_engine_id(settings: Drawn | None) -> Drawn:
@@ -222,5 +238,5 @@ def _with_engine_id(settings: Drawn | None) -> Drawn:
 
 
 def percent_axis(title: str, low: float, high: float) -> Axis:
-    found = axis(title, low, high)
-    return found._replace(labels=[f"{100 * value:g}" for value in found.ticks])
+    axis_of_values = axis(title, low, high)
+    return axis_of_values._replace(labels=[f"{100 * value:g}" for value in axis_of_values.ticks])

@@ -27,48 +27,48 @@ STRUCTURED = "structured-smollm2"
 Cell = Callable[[Any], str]  # of the result of the program that `figures` come from
 
 
-def gains(kept: dict[str, RecordedResult]) -> str:
+def gains(recorded: dict[str, RecordedResult]) -> str:
     """The Markdown table of both pairs. A cell says so if its result was not measured."""
     lines = [f"| | {' | '.join(PAIRS.values())} |", f"|---|{'---|' * len(PAIRS)}"]
     for words, figures, cell in ROWS:
         names = [figures.format(pair) for pair in PAIRS]
-        cells = [cell(kept[name]["result"]) if name in kept else "not measured" for name in names]
+        cells = [cell(recorded[name]["result"]) if name in recorded else "not measured" for name in names]
         lines.append(f"| {words} | {' | '.join(cells)} |")
-    used = sorted({figures.format(pair) for _, figures, _ in ROWS for pair in PAIRS} & set(kept))
-    commits = dict.fromkeys((kept[name]["commit"], kept[name]["machine"]["date"][:10]) for name in used)
-    listed = ", ".join(f"commit {commit} ({day})" for commit, day in commits)
-    last = f"Measured at {listed}." if used else "Not measured yet: `make figures`."
-    return "\n".join([*lines, "", last]) + "\n"
+    used = sorted({figures.format(pair) for _, figures, _ in ROWS for pair in PAIRS} & set(recorded))
+    commits = dict.fromkeys((recorded[name]["commit"], recorded[name]["machine"]["date"][:10]) for name in used)
+    commits_text = ", ".join(f"commit {commit} ({day})" for commit, day in commits)
+    note = f"Measured at {commits_text}." if used else "Not measured yet: `make figures`."
+    return "\n".join([*lines, "", note]) + "\n"
 
 
-def summary(kept: dict[str, RecordedResult]) -> str:
+def summary(recorded: dict[str, RecordedResult]) -> str:
     """The README's Markdown table: five results of the benchmark pair, one number and its range each."""
-    facts = next((kept[figure] for _, figure, _ in SUMMARY if figure in kept), None)
+    facts = next((recorded[figure] for _, figure, _ in SUMMARY if figure in recorded), None)
     if not facts:
         return "Not measured yet at this version: `make figures`. [Earlier figures](docs/figures.md).\n"
     lines = ["| benchmark pair: 1.1 B int8 main model, 34 M draft | speedup (range) |", "|---|---|"]
     for words, figure, cell in SUMMARY:
-        lines.append(f"| {words} | {cell(kept[figure]['result']) if figure in kept else 'not measured'} |")
+        lines.append(f"| {words} | {cell(recorded[figure]['result']) if figure in recorded else 'not measured'} |")
     machine = facts["machine"]
-    last = (
+    note = (
         "Speedup over the main model alone (greedy: in GenAI's pipeline), decode only, median and range, on Python "
         "code; [other texts gain less](docs/benchmarks.md#all-sources-of-draft-tokens). "
         f"{machine['cores']} cores of "
         f"{machine['processor']}, OpenVINO GenAI {machine['openvino_genai']}, {machine['date'][:10]}, commit "
         f"{facts['commit']}. Measured with [`make figures`](docs/benchmarks.md)."
     )
-    return "\n".join([*lines, "", last]) + "\n"
+    return "\n".join([*lines, "", note]) + "\n"
 
 
-def overview(kept: dict[str, RecordedResult]) -> str:
+def overview(recorded: dict[str, RecordedResult]) -> str:
     """The first Markdown table of the benchmarks: a row per recorded result, with its machine and its section."""
     lines = ["| | greedy | temperature 1 | measured on | details |", "|---|---|---|---|---|"]
     for words, figure, greedy, sampled, section in OVERVIEW:
         link = f"[{section}](#{section.lower().replace(' ', '-')})"
-        if figure not in kept:
+        if figure not in recorded:
             lines.append(f"| {words} | not measured | | | {link} |")
             continue
-        result, machine = kept[figure]["result"], kept[figure]["machine"]
+        result, machine = recorded[figure]["result"], recorded[figure]["machine"]
         # without the range of a single round, "1.66x (1.66-1.66)"
         cells = [re.sub(r" \(([\d.]+)-\1\)", "", cell(result)) if cell else "" for cell in (greedy, sampled)]
         processor = machine["processor"].replace("(R)", "").removesuffix(" Processor")
@@ -77,22 +77,22 @@ def overview(kept: dict[str, RecordedResult]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def sources(kept: dict[str, RecordedResult]) -> str:
+def sources(recorded: dict[str, RecordedResult]) -> str:
     """The Markdown tables of all sources of draft tokens by category of prompts, greedy and sampled."""
     parts = []
     for name in SOURCES:
-        for sampled in (False, True) if name in kept else ():
-            result = cast(BenchmarkResult, kept[name]["result"])
+        for sampled in (False, True) if name in recorded else ():
+            result = cast(BenchmarkResult, recorded[name]["result"])
             title = f"**{SOURCES[name]}, {'temperature 1' if sampled else 'greedy'}**"
             parts.append(f"{title}\n\n{by_category(result, sampled)}")
     return "\n".join(parts) or f"Not measured yet: `make figures FIGURES={','.join(SOURCES)}`.\n"
 
 
-def structured(kept: dict[str, RecordedResult]) -> str:
+def structured(recorded: dict[str, RecordedResult]) -> str:
     """The Markdown table of all sources of draft tokens by category of JSON schemas."""
-    if STRUCTURED not in kept:
+    if STRUCTURED not in recorded:
         return f"Not measured yet: `make figures FIGURES={STRUCTURED}`.\n"
-    facts, machine = kept[STRUCTURED], kept[STRUCTURED]["machine"]
+    facts, machine = recorded[STRUCTURED], recorded[STRUCTURED]["machine"]
     result = cast(BenchmarkResult, facts["result"])
     return (
         f"{by_category(result, sampled=False)}\n"
@@ -110,8 +110,10 @@ def by_category(result: BenchmarkResult, sampled: bool) -> str:
     for row in result["categories"]:
         speedups.setdefault(row["category"], {})[row["name"]] = row["speedup"]
     lines = [f"| | prompts | {' | '.join(names)} |", f"|---|---|{'---|' * len(names)}"]
-    for category, of in speedups.items():
-        lines.append(f"| {category} | {prompts[category]} | {_best_in_bold([of[name] for name in names])} |")
+    for category, speedups_of_category in speedups.items():
+        lines.append(
+            f"| {category} | {prompts[category]} | {_best_in_bold([speedups_of_category[name] for name in names])} |"
+        )
     speeds = [row["speedup"] for row in methods]
     lines.append(f"| all prompts | {sum(prompts.values())} | {_best_in_bold(speeds)} |")
     each = [f"{row['block_efficiency']:.2f}" if row["block_efficiency"] else "" for row in methods]
@@ -153,8 +155,10 @@ def method_rows(result: BenchmarkResult, engine: str, sampled: bool) -> list[Met
 
 def same_texts(result: BenchmarkResult) -> str:
     """Our engine over GenAI's with the interval over prompts, where both gave the same texts."""
-    found = [fact for fact in result["comparisons"] if fact.get("where")]
-    return "; ".join(f"{fact['where']} {fact['ratio']:.2f}{span(fact['interval'] or fact['range'])}" for fact in found)
+    comparisons = [fact for fact in result["comparisons"] if fact.get("where")]
+    return "; ".join(
+        f"{fact['where']} {fact['ratio']:.2f}{span(fact['interval'] or fact['range'])}" for fact in comparisons
+    )
 
 
 def without_difference(kind: str) -> Cell:
@@ -183,8 +187,8 @@ def under_load_of(clients: int) -> Cell:
 
 def at_once(begin: str, end: str) -> Cell:
     def cell(result: BatchingResult) -> str:
-        found = [one for one in result["comparisons"] if one["what"].startswith(begin) and end in one["what"]]
-        return "; ".join(f"{one['clients']}: {one['ratio']:.2f}{span(one['range'])}" for one in found)
+        comparisons = [one for one in result["comparisons"] if one["what"].startswith(begin) and end in one["what"]]
+        return "; ".join(f"{one['clients']}: {one['ratio']:.2f}{span(one['range'])}" for one in comparisons)
 
     return cell
 

@@ -52,18 +52,18 @@ def html_text(result: Drawn) -> str:
 def commands_apart(sentences: list[str]) -> Iterator[str]:
     """Yield the sentences, with a command at the end of one moved to its own indented line."""
     for sentence in sentences:
-        words, found, command = sentence.partition(": python ")
-        yield words + ":" if found else sentence
-        if found:
+        words, separator, command = sentence.partition(": python ")
+        yield words + ":" if separator else sentence
+        if separator:
             yield f"{INDENT}python {command}"
 
 
 def summary(result: Drawn, title: str) -> Markup:
     """The summary sentences, the first one large; indented ones are code."""
     facts = result.get("environment", {})
-    about = [str(facts[key]) for key in ("main", "draft") if facts.get(key)]
+    models = [str(facts[key]) for key in ("main", "draft") if facts.get(key)]
     first, *others = result["summary"] or ["Nothing was measured."]
-    content = [tag("h1", f"{title}: {' with '.join(about)}" if about else title), tag("p", first, class_="answer")]
+    content = [tag("h1", f"{title}: {' with '.join(models)}" if models else title), tag("p", first, class_="answer")]
     for is_code, lines in groupby(commands_apart(others), key=lambda line: line.startswith(INDENT)):
         if is_code:
             content.append(tag("pre", tag("code", "\n".join(line.removeprefix(INDENT) for line in lines)), tabindex=0))
@@ -87,17 +87,17 @@ def csv_text(result: Drawn) -> str:
     return written.getvalue()
 
 
-def flatten(row: Drawn, before: str = "") -> Iterator[tuple[str, object]]:
+def flatten(row: Drawn, prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yield (column, value): nested keys become settings.K; lists are joined by spaces."""
     for key, value in row.items():
         if isinstance(value, dict):
-            yield from flatten(value, f"{before}{key}.")
+            yield from flatten(value, f"{prefix}{key}.")
         elif isinstance(value, list):
-            yield before + key, " ".join(map(str, value))
+            yield prefix + key, " ".join(map(str, value))
         elif isinstance(value, str) and value.startswith(("=", "+", "-", "@")):
-            yield before + key, "'" + value  # a spreadsheet would evaluate it
+            yield prefix + key, "'" + value  # a spreadsheet would evaluate it
         else:
-            yield before + key, value
+            yield prefix + key, value
 
 
 def draw(result: Drawn, path: Path) -> None:

@@ -52,17 +52,17 @@ def png(points: Sequence[Drawn]) -> bytes:
     return written.getvalue()
 
 
-def draw_engine(panel: "Axes", engine: str, line: Sequence[Drawn], i: int, aside: float) -> None:
-    """Draw one engine's line; `aside` is an x offset that keeps the ranges of two engines apart."""
+def draw_engine(panel: "Axes", engine: str, line: Sequence[Drawn], i: int, offset: float) -> None:
+    """Draw one engine's line; `offset` is an x offset that keeps the ranges of two engines apart."""
     colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
-    k, speedup = [p["k"] + aside for p in line], [p["speedup"] for p in line]
+    k, speedup = [p["k"] + offset for p in line], [p["speedup"] for p in line]
     ranges = [p.get("speedup_range") or [p["speedup"]] * 2 for p in line]
     reach = [[s - low for s, (low, _) in zip(speedup, ranges, strict=True)],
              [high - s for s, (_, high) in zip(speedup, ranges, strict=True)]]  # fmt: skip
     panel.errorbar(
         k, speedup, reach, color=colour, marker=marker, capsize=2.5, elinewidth=1, label=f"{engine}, measured"
     )
-    predicted = [(p["k"] + aside, p["predicted"]) for p in line if p.get("predicted") is not None]
+    predicted = [(p["k"] + offset, p["predicted"]) for p in line if p.get("predicted") is not None]
     if predicted:
         panel.plot(
             *zip(*predicted, strict=True), color=colour, linestyle="--", linewidth=1.3, label=f"{engine}, predicted"

@@ -42,13 +42,13 @@ class Axis(NamedTuple):
     labels: list[str]
 
 
-def ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Round numbers that enclose `low` to `high`, with at most `most` steps."""
+def ticks(low: float, high: float, max_steps: int = 6) -> list[float]:
+    """Round numbers that enclose `low` to `high`, with at most `max_steps` steps."""
     span = (high - low) or abs(high) or 1.0
-    unit = 10 ** math.floor(math.log10(span / most))
+    unit = 10 ** math.floor(math.log10(span / max_steps))
     for step in (unit, 2 * unit, 5 * unit, 10 * unit, 20 * unit):
         first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-        if last - first <= most:
+        if last - first <= max_steps:
             break
     return [round(step * i, 10) for i in range(first, max(last, first + 1) + 1)]
 
@@ -59,12 +59,12 @@ def axis(title: str, low: float, high: float, form: str = "{:g}") -> Axis:
     return Axis(title, values[0], values[-1], values, [form.format(value) for value in values])
 
 
-def whole_axis(title: str, values: Sequence[int]) -> Axis:
+def integer_axis(title: str, values: Sequence[int]) -> Axis:
     """An axis over whole numbers, half a step wider on both sides."""
     low, high = min(values), max(values)
     step = math.ceil((high - low + 1) / 12)
-    shown = list(range(low, high + 1, step))
-    return Axis(title, low - 0.5, high + 0.5, shown, [str(value) for value in shown])
+    values_shown = list(range(low, high + 1, step))
+    return Axis(title, low - 0.5, high + 0.5, values_shown, [str(value) for value in values_shown])
 
 
 def number(value: float) -> str:

@@ -169,12 +169,12 @@ def cell_text(key: str, value: object) -> str:
 
 def terms(keys: set[str], is_timed: bool) -> Markup:
     """The meaning of the columns, from the docstrings of the functions that compute them; `is_timed`: by the clock."""
-    known = [key for key in COLUMNS if key in keys and hasattr(metrics, key)]
-    definitions = [(COLUMNS[key][0], (getattr(metrics, key).__doc__ or "").split("\n")[0]) for key in known]
+    defined = [key for key in COLUMNS if key in keys and hasattr(metrics, key)]
+    definitions = [(COLUMNS[key][0], (getattr(metrics, key).__doc__ or "").split("\n")[0]) for key in defined]
     runs = ", runs interleaved" if is_timed else ""
     definitions.append(("speedup", f"Throughput over that of the same main model alone{runs}."))
-    listed = tag("dl", *(join([tag("dt", term), tag("dd", meaning)]) for term, meaning in definitions))
-    return tag("details", tag("summary", "Column definitions"), listed)
+    definition_list = tag("dl", *(join([tag("dt", term), tag("dd", meaning)]) for term, meaning in definitions))
+    return tag("details", tag("summary", "Column definitions"), definition_list)
 
 
 # ---- facts ----------------------------------------------------------------------------------------------------------
@@ -191,10 +191,10 @@ def environment(result: Drawn) -> Markup | str:
 
 def recommendation(result: Drawn) -> Markup | str:
     """The recommendation of tune.py without its sentences, which are in the summary."""
-    found = result.get("recommendation")
-    if not found:
+    recommended = result.get("recommendation")
+    if not recommended:
         return ""
-    facts = {key: value for key, value in found.items() if key not in ("sentences", "reason")}
+    facts = {key: value for key, value in recommended.items() if key not in ("sentences", "reason")}
     return section("recommendation", "Recommendation", facts_table("Content of recommended.json", facts))
 
 
@@ -261,9 +261,11 @@ def devices(result: Drawn) -> Markup | str:
         "Tokens per second; stronger colour is faster, the fastest is framed. Below it: speedup over the same main "
         "device without a draft. Numbers in brackets refer to the reasons under the table."
     )
-    listed = tag("ol", *(tag("li", reason) for reason in reasons), class_="reasons") if reasons else ""
+    definition_list = tag("ol", *(tag("li", reason) for reason in reasons), class_="reasons") if reasons else ""
     caption = "Throughput (tokens/s) by device of main model and draft"
-    return section("devices", "Devices", how(words), heat_table(caption, "main model on", columns, rows), listed)
+    return section(
+        "devices", "Devices", how(words), heat_table(caption, "main model on", columns, rows), definition_list
+    )
 
 
 def device_cell(cell: Drawn, highest: float, best: bool, reasons: list[str]) -> Markup:
@@ -286,19 +288,19 @@ def device_cell(cell: Drawn, highest: float, best: bool, reasons: list[str]) -> 
 
 
 def categories(result: Drawn) -> Markup | str:
-    found = [row for row in result.get("categories", []) if finite(row.get("speedup"))]
-    if not found:
+    recommended = [row for row in result.get("categories", []) if finite(row.get("speedup"))]
+    if not recommended:
         return ""
-    cells = {(category_method(row), row["category"]): row for row in found}
+    cells = {(category_method(row), row["category"]): row for row in recommended}
     samples = (result.get("environment") or {}).get("samples", 1)  # of each prompt, above temperature 0
     prompts = {
         row["category"]: row.get("prompts", row.get("texts", 0) // (samples if row.get("temperature") else 1))
-        for row in found
+        for row in recommended
     }
-    highest = max(row["speedup"] for row in found)
+    highest = max(row["speedup"] for row in recommended)
     rows = [
         (name, [category_cell(cells.get((name, category)), highest) for category in prompts])
-        for name in dict.fromkeys(map(category_method, found))
+        for name in dict.fromkeys(map(category_method, recommended))
     ]
     columns = [f"{name or 'no category'} ({n or 'no'} prompt{'' if n == 1 else 's'})" for name, n in prompts.items()]
     words = "Speedup over the main model alone; stronger colour is faster. Below it: acceptance rate."

@@ -44,24 +44,24 @@ class TuningChoice:
         chosen = (self.drafted, self.alone, self.sample_alone, *self.of_engine.values())
         return [one.setting for one in chosen]
 
-    def with_figures(self, found: dict[Setting, Figures]) -> "TuningChoice":
+    def with_figures(self, results: dict[Setting, Figures]) -> "TuningChoice":
         """The same choice with other results."""
-        drafted, alone, sample_alone, *own = (found[setting] for setting in self.settings)
-        return TuningChoice(drafted, alone, sample_alone, dict(zip(self.of_engine, own, strict=True)))
+        drafted, alone, sample_alone, *by_engine = (results[setting] for setting in self.settings)
+        return TuningChoice(drafted, alone, sample_alone, dict(zip(self.of_engine, by_engine, strict=True)))
 
-    def unless_slower_than(self, usual: Figures | None) -> "TuningChoice":
-        """The same choice, but drafting with the sample's defaults (`usual`) if they were faster in every round."""
-        if not usual or max(self.drafted.over(usual)) >= 1:
+    def unless_slower_than(self, sample: Figures | None) -> "TuningChoice":
+        """The same choice, but drafting with the sample's defaults (`sample`) if they were faster in every round."""
+        if not sample or max(self.drafted.over(sample)) >= 1:
             return self
-        return replace(self, drafted=usual, of_engine={**self.of_engine, usual.setting.engine: usual})
+        return replace(self, drafted=sample, of_engine={**self.of_engine, sample.setting.engine: sample})
 
 
 def figures(tuning: Session) -> list[Figures]:
     """The results the choice is based on."""
     if tuning.choosing.methods:
         return figures_of(tuning.choosing, tuning.baseline)
-    left = [one for one in tuning.candidates.values() if one.speedup and not one.dropped]
-    return [Figures(one.setting, [one.throughput], [one.speedup]) for one in left if one.throughput is not None]
+    remaining = [one for one in tuning.candidates.values() if one.speedup and not one.dropped]
+    return [Figures(one.setting, [one.throughput], [one.speedup]) for one in remaining if one.throughput is not None]
 
 
 def figures_of(contest: Contest, baseline: Setting) -> list[Figures]:
@@ -81,25 +81,25 @@ def figures_of(contest: Contest, baseline: Setting) -> list[Figures]:
 
 def choose(tuning: Session) -> TuningChoice | None:
     """The fastest methods; None if nothing was decoded by drafting, or nothing without it."""
-    found = [
+    candidates = [
         one for one in figures(tuning) if tuning.fits(one.setting.models) and str(one.setting) not in tuning.failed
     ]
-    drafted = [one for one in found if tuning.drafts_with(one.setting)]
-    alone = [one for one in found if not tuning.drafts_with(one.setting)]
+    drafted = [one for one in candidates if tuning.drafts_with(one.setting)]
+    alone = [one for one in candidates if not tuning.drafts_with(one.setting)]
     sample_alone = [one for one in alone if one.setting.engine == GENAI and not one.setting.scheduler]
     if not sample_alone or not drafted:
         return None
-    own = {engine: [one for one in drafted if one.setting.engine == engine] for engine in (GENAI, NATIVE)}
-    of_engine = {engine: fastest(found) for engine, found in own.items() if found}
+    by_engine = {engine: [one for one in drafted if one.setting.engine == engine] for engine in (GENAI, NATIVE)}
+    of_engine = {engine: fastest(candidates) for engine, candidates in by_engine.items() if candidates}
     best = fastest(drafted)
     of_engine[best.setting.engine] = best
     return TuningChoice(best, fastest(alone), fastest(sample_alone), of_engine)
 
 
-def fastest(found: list[Figures]) -> Figures:
+def fastest(candidates: list[Figures]) -> Figures:
     """The fastest; among near-equals, the one with the fewest properties."""
-    top = max(one.speedup for one in found)
-    good = [one for one in found if one.speedup >= AS_GOOD * top]
+    top = max(one.speedup for one in candidates)
+    good = [one for one in candidates if one.speedup >= AS_GOOD * top]
     return min(good, key=lambda one: (one.setting.how_many, -one.speedup))
 
 
@@ -115,23 +115,27 @@ def to_remeasure(tuning: Session) -> list[Setting]:
     choice = choose(tuning)
     if not choice:
         return []
-    found = {one.setting: one for one in figures(tuning)}
-    usual = tuning.usual
-    steps = [one.setting for one in steps_to(found, found[usual], choice.drafted)] if usual in found else []
-    return list(dict.fromkeys([tuning.baseline, *choice.settings, *([usual] if steps else []), *steps]))
+    by_setting = {one.setting: one for one in figures(tuning)}
+    sample_setting = tuning.sample_setting
+    steps = (
+        [one.setting for one in steps_to(by_setting, by_setting[sample_setting], choice.drafted)]
+        if sample_setting in by_setting
+        else []
+    )
+    return list(dict.fromkeys([tuning.baseline, *choice.settings, *([sample_setting] if steps else []), *steps]))
 
 
-def steps_to(by_setting: dict[Setting, Figures], usual: Figures, best: Figures) -> list[Figures]:
+def steps_to(by_setting: dict[Setting, Figures], sample: Figures, best: Figures) -> list[Figures]:
     """The steps from the sample's settings to the best ones: properties, then K, then the engine."""
     models, draft = best.setting.models, best.setting.draft
-    same_k = by_setting.get(Setting(models, GENAI, draft, usual.setting.draft_length))
+    same_k = by_setting.get(Setting(models, GENAI, draft, sample.setting.draft_length))
     of_genai = [
         one
         for one in by_setting.values()
         if (one.setting.engine, one.setting.models, one.setting.draft) == (GENAI, models, draft)
     ]
     best_k = max(of_genai, key=lambda one: one.speedup, default=None)
-    steps = [usual]
+    steps = [sample]
     for after in (same_k, best_k if draft and best.setting.engine == NATIVE else None, best):
         if after and after.setting != steps[-1].setting:
             steps.append(after)

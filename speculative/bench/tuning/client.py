@@ -19,7 +19,7 @@ class TuningClient:
 
     def call(self, name: str, *arguments: object) -> Any:
         """Raises what tuning/worker.py raises, ChildFailed if its process crashed, NodeLost if the machine is lost."""
-        return self._do("call", name, *arguments)
+        return self._send("call", name, *arguments)
 
     def ask(self, name: str, *arguments: object) -> Any:
         """Make a call that cannot fail because of a candidate; retried once if the process crashed."""
@@ -30,13 +30,13 @@ class TuningClient:
 
     def remember(self, name: str, *arguments: object) -> None:
         """Make a call that is repeated after every restart of the process."""
-        self._do("remember", name, *arguments)
+        self._send("remember", name, *arguments)
 
     def close(self) -> None:
         if self._worker:
             self._worker.close()
 
-    def _do(self, what: str, *arguments: object) -> Any:
+    def _send(self, method: str, *arguments: object) -> Any:
         if self.machine:
-            return self.machine.worker(what, WORKER, *arguments)
-        return getattr(self._worker, what)(*arguments)
+            return self.machine.worker(method, WORKER, *arguments)
+        return getattr(self._worker, method)(*arguments)

@@ -55,16 +55,16 @@ def _python(main: str, setting: Setting) -> list[str]:
         length = f", num_assistant_tokens={setting.draft_length}"
     config = f"GenerationConfig(max_new_tokens=100{length})"
     if setting.engine == NATIVE:
-        given = [f"ModelSpec({main!r}, {models.device!r}, {dict(models.properties)})"]
+        load_arguments = [f"ModelSpec({main!r}, {models.device!r}, {dict(models.properties)})"]
         if setting.draft:
-            own = dict(models.draft_properties)
-            given.append(f"ModelSpec({str(setting.draft)!r}, {models.draft_device!r}, {own})")
+            draft_properties = dict(models.draft_properties)
+            load_arguments.append(f"ModelSpec({str(setting.draft)!r}, {models.draft_device!r}, {draft_properties})")
         if setting.copies or setting.is_combined:
-            given.append(f"max_ngram_size={LONGEST_MATCH}")
+            load_arguments.append(f"max_ngram_size={LONGEST_MATCH}")
         return [
             "from openvino_genai import GenerationConfig",
             "from speculative import ModelSpec, load",
-            f"decoder = load({', '.join(given)})",
+            f"decoder = load({', '.join(load_arguments)})",
             f"config = {config}",
             f"print(decoder.generate({PROMPT!r}, config).text)",
         ]
@@ -75,8 +75,10 @@ def _python(main: str, setting: Setting) -> list[str]:
         lines += [f"scheduler.{name} = {value!r}" for name, value in setting.scheduler]
         arguments += ", scheduler_config=scheduler"
     if setting.draft:
-        of_draft = "".join(f", {name}={value!r}" for name, value in models.draft_properties)
-        lines.append(f"draft = openvino_genai.draft_model({str(setting.draft)!r}, {models.draft_device!r}{of_draft})")
+        draft_arguments = "".join(f", {name}={value!r}" for name, value in models.draft_properties)
+        lines.append(
+            f"draft = openvino_genai.draft_model({str(setting.draft)!r}, {models.draft_device!r}{draft_arguments})"
+        )
         arguments = ", draft_model=draft" + arguments
     return [
         *lines,

@@ -1,10 +1,17 @@
 """Reference texts in f32, then acceptance and cost of each draft with default properties."""
 
 from speculative.bench.tuning.client import TuningClient
-from speculative.bench.tuning.session import DRAFTS_BY, FIRST_TOKENS, LEAST_RUN, REFERENCE_BY, Ended, Session
+from speculative.bench.tuning.session import (
+    DRAFTS_BY,
+    FIRST_TOKENS,
+    MIN_PROMPTS_PER_ROUND,
+    REFERENCE_BY,
+    Ended,
+    Session,
+)
 from speculative.sequence import metrics
 
-MOST_REFERENCES = 8  # texts in f32
+MAX_REFERENCES = 8  # texts in f32
 
 
 class DraftStage:
@@ -23,12 +30,12 @@ class DraftStage:
         exact = self.session.default.exact
         tokens = min(64, self.session.arguments.max_new_tokens)
         for ids in self.session.prompts:
-            reference = self.session.tried(bench, exact, "reference", exact, ids, tokens)
+            reference = self.session.attempt(bench, exact, "reference", exact, ids, tokens)
             if not reference:
                 break
             self.session.references.append(reference)
-            enough = len(self.session.references) >= MOST_REFERENCES or self.session.clock.until(REFERENCE_BY) < 0
-            if enough and len(self.session.references) >= LEAST_RUN:
+            enough = len(self.session.references) >= MAX_REFERENCES or self.session.clock.until(REFERENCE_BY) < 0
+            if enough and len(self.session.references) >= MIN_PROMPTS_PER_ROUND:
                 break
 
     def try_drafts(self) -> None:

@@ -35,12 +35,16 @@ class EverySetting(LengthStage):
         return self.session.possible([self.choice, *(one for models in sets for one in self.all_with(models))])
 
     def all_with(self, models: PropertySet) -> list[Setting]:
-        found = [Setting(models, GENAI), Setting(models, NATIVE), Setting(models, NATIVE, draft_length=ADAPTIVE_LOOKUP)]
+        settings = [
+            Setting(models, GENAI),
+            Setting(models, NATIVE),
+            Setting(models, NATIVE, draft_length=ADAPTIVE_LOOKUP),
+        ]
         for draft in filter(None, self.session.drafts):
-            found += [Setting(models, engine, draft, k) for k in LENGTHS for engine in (GENAI, NATIVE)]
+            settings += [Setting(models, engine, draft, k) for k in LENGTHS for engine in (GENAI, NATIVE)]
             if self.session.on_one(partial(self.session.measure_costs, models=models, draft=draft)):
-                found += [Setting(models, NATIVE, draft, rule) for rule in ("adaptive", TWO_SOURCES, *THRESHOLDS)]
-        return found
+                settings += [Setting(models, NATIVE, draft, rule) for rule in ("adaptive", TWO_SOURCES, *THRESHOLDS)]
+        return settings
 
 
 class FastestAndChoice(Finals):
@@ -51,8 +55,8 @@ class FastestAndChoice(Finals):
         self.choice = choice
 
     def finalists(self) -> list[Setting]:
-        found = sorted(self.session.candidates.values(), key=lambda one: -one.speedup)
-        fastest = [one.setting for one in found if one.speedup and not one.dropped]
+        candidates = sorted(self.session.candidates.values(), key=lambda one: -one.speedup)
+        fastest = [one.setting for one in candidates if one.speedup and not one.dropped]
         return list(dict.fromkeys([self.session.baseline, self.choice, *fastest[:LAST]]))
 
 

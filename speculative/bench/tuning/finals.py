@@ -21,14 +21,14 @@ class Finals:
         self.session = session
 
     def finalists(self) -> list[Setting]:
-        found = [one for one in self.session.candidates.values() if one.speedup and not one.dropped]
-        found = [one for one in found if self.session.drafts_with(one.setting)]
-        found.sort(key=lambda one: -one.speedup)
-        chosen = [one.setting for one in found[:2]]
+        candidates = [one for one in self.session.candidates.values() if one.speedup and not one.dropped]
+        candidates = [one for one in candidates if self.session.drafts_with(one.setting)]
+        candidates.sort(key=lambda one: -one.speedup)
+        chosen = [one.setting for one in candidates[:2]]
         for engine in (GENAI, NATIVE):
-            chosen += [one.setting for one in found if one.setting.engine == engine][:2]
+            chosen += [one.setting for one in candidates if one.setting.engine == engine][:2]
         steps = [Setting(one.models, GENAI, one.draft, SAMPLE_K) for one in chosen if one.draft]  # properties' own gain
-        others = [*self.session.alone(), self.session.usual]
+        others = [*self.session.alone(), self.session.sample_setting]
         return self.session.possible([self.session.baseline, *others, *steps, *chosen])
 
     def remeasure(self) -> None:
@@ -70,7 +70,7 @@ class Finals:
         if contest is self.session.remeasured:
             start += len(self.session.choosing.prompts)
         rounds = 0
-        while rounds < contest.least_rounds or self.session.clock.until(contest.by) > 1.1 * at_once * seconds:
+        while rounds < contest.min_rounds or self.session.clock.until(contest.by) > 1.1 * at_once * seconds:
             prompts = [self.session.prompts[(start + i) % len(self.session.prompts)] for i in range(at_once)]
             self.keep_round(contest, self.decode_all(bench, settings, prompts), prompts)
             start += machines * at_once
@@ -85,10 +85,10 @@ class Finals:
     ) -> dict[Setting, list]:
         runs: dict[Setting, list] = {one: [] for one in settings}
         for ids in prompts:
-            here = [one for one in settings if str(one) not in self.session.failed]
-            for one, run in self.session.in_turns(bench, here, ids, self.session.arguments.max_new_tokens):
+            running = [one for one in settings if str(one) not in self.session.failed]
+            for one, run in self.session.in_turns(bench, running, ids, self.session.arguments.max_new_tokens):
                 runs[one].append(run)
-        return {one: found for one, found in runs.items() if str(one) not in self.session.failed}
+        return {one: runs_of_setting for one, runs_of_setting in runs.items() if str(one) not in self.session.failed}
 
     def keep_round(self, contest: Contest, runs: dict[Setting, list], prompts: list[np.ndarray]) -> None:
         """Add a round to the contest; settings that failed are dropped from it."""

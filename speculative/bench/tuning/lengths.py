@@ -6,7 +6,14 @@ from pathlib import Path
 
 from speculative.bench.methods import TWO_SOURCES
 from speculative.bench.tuning.client import TuningClient
-from speculative.bench.tuning.session import FIRST_TOKENS, LEAST_RUN, LENGTHS_BY, SAMPLE_K, Candidate, Session
+from speculative.bench.tuning.session import (
+    FIRST_TOKENS,
+    LENGTHS_BY,
+    MIN_PROMPTS_PER_ROUND,
+    SAMPLE_K,
+    Candidate,
+    Session,
+)
 from speculative.bench.tuning.settings import (
     SCHEDULERS,
     PropertySet,
@@ -33,36 +40,36 @@ class LengthStage:
         if not draft:
             return [*self.session.alone(), *(self.session.drafting(models, None, 0) for models in sets)]
         best = self.lengths(best_set, draft)[0]
-        found = [
-            self.session.usual,
+        candidates = [
+            self.session.sample_setting,
             Setting(best_set, GENAI, draft, best),
             Setting(best_set, NATIVE, draft, best),
             Setting(best_set, NATIVE, draft, "adaptive"),
             Setting(best_set, NATIVE, draft, TWO_SOURCES),
             *self.session.alone(),
         ]
-        least = len(found)
-        for place, models in enumerate(sets):
-            for draft in self.session.drafts if place == 0 else self.session.drafts[:1]:
+        num_required = len(candidates)
+        for index, models in enumerate(sets):
+            for draft in self.session.drafts if index == 0 else self.session.drafts[:1]:
                 lengths = self.lengths(models, draft)
-                fixed = lengths if place == 0 else [lengths[0], *([SAMPLE_K] if place == 1 else [])]
-                found += [Setting(models, engine, draft, k) for k in fixed for engine in (GENAI, NATIVE)]
-                rules: list[str | float] = ["adaptive", *THRESHOLDS[: 3 * (place == 0)]]
-                found += [Setting(models, NATIVE, draft, rule) for rule in rules]
+                fixed = lengths if index == 0 else [lengths[0], *([SAMPLE_K] if index == 1 else [])]
+                candidates += [Setting(models, engine, draft, k) for k in fixed for engine in (GENAI, NATIVE)]
+                rules: list[str | float] = ["adaptive", *THRESHOLDS[: 3 * (index == 0)]]
+                candidates += [Setting(models, NATIVE, draft, rule) for rule in rules]
         longest = 7 if kind(best_set.device) == "NPU" else LONGEST  # on an NPU, GenAI may grow K to twice its value
-        found = [
+        candidates = [
             one
-            for one in found
+            for one in candidates
             if one.engine == NATIVE or isinstance(one.draft_length, str) or one.draft_length <= longest
         ]
         if kind(best_set.device) != "NPU":
-            found += [dataclasses.replace(found[1], scheduler=scheduler) for scheduler in SCHEDULERS]
-        found = self.session.possible(found)
+            candidates += [dataclasses.replace(candidates[1], scheduler=scheduler) for scheduler in SCHEDULERS]
+        candidates = self.session.possible(candidates)
         plain = self.session.costs[self.session.default, self.session.drafts[0]].main[1]
-        affordable = int(self.session.clock.until(LENGTHS_BY) / (LEAST_RUN * FIRST_TOKENS * plain))
-        if affordable < len(found):
+        affordable = int(self.session.clock.until(LENGTHS_BY) / (MIN_PROMPTS_PER_ROUND * FIRST_TOKENS * plain))
+        if affordable < len(candidates):
             self.session.note = "the budget had no time for all draft lengths: give more --minutes"
-        return found[: max(least, affordable)]
+        return candidates[: max(num_required, affordable)]
 
     def lengths(self, models: PropertySet, draft: Path | None) -> list[int]:
         """Fixed lengths to try, most promising first. Accepted tokens come in runs, which favours longer drafts."""
@@ -70,34 +77,36 @@ class LengthStage:
             return [self.session.k]
         gains = self.session.predicted(models, draft)
         best = max(gains, key=gains.__getitem__)
-        near = [k for k in gains if gains[k] > 0.85 * gains[best]] + [k for k in (best + 2, best + 4) if k in gains]
-        step = -(-len(set(near)) // 6)
-        return [best, *(k for k in sorted(set(near))[::step] if k != best)]
+        nearby = [k for k in gains if gains[k] > 0.85 * gains[best]] + [k for k in (best + 2, best + 4) if k in gains]
+        step = -(-len(set(nearby)) // 6)
+        return [best, *(k for k in sorted(set(nearby))[::step] if k != best)]
 
     def halve(self) -> None:
         settings, round_, tokens, start = self.settings(), 0, FIRST_TOKENS, 0
         while True:
             round_ += 1
             self.session.clock.tick(f"{len(settings)} settings, round {round_}")
-            left = self.session.clock.until(LENGTHS_BY)
-            settings = self.decode_round(settings, min(tokens, self.session.arguments.max_new_tokens), start, left / 2)
-            start += LEAST_RUN
-            found = [one for one in map(self.session.candidates.get, settings) if one and one.speedup]
-            drafted = [one for one in found if self.session.drafts_with(one.setting)]
+            remaining = self.session.clock.until(LENGTHS_BY)
+            settings = self.decode_round(
+                settings, min(tokens, self.session.arguments.max_new_tokens), start, remaining / 2
+            )
+            start += MIN_PROMPTS_PER_ROUND
+            tried = [one for one in map(self.session.candidates.get, settings) if one and one.speedup]
+            drafted = [one for one in tried if self.session.drafts_with(one.setting)]
             drafted.sort(key=lambda one: -one.speedup)
             if len(drafted) <= 6 or self.session.clock.until(LENGTHS_BY) <= 0:
                 break
-            kept = {one.setting for one in drafted[: max(4, len(drafted) // 2)]}
+            kept_settings = {one.setting for one in drafted[: max(4, len(drafted) // 2)]}
             for engine in (GENAI, NATIVE):  # there are samples for both
-                kept |= {one.setting for one in [one for one in drafted if one.setting.engine == engine][:2]}
-            kept |= {one.setting for one in found if not self.session.drafts_with(one.setting)}
-            self.session.drop(found, kept, f"lengths {round_}")
+                kept_settings |= {one.setting for one in [one for one in drafted if one.setting.engine == engine][:2]}
+            kept_settings |= {one.setting for one in tried if not self.session.drafts_with(one.setting)}
+            self.session.drop(tried, kept_settings, f"lengths {round_}")
             best = drafted[0].setting
             if round_ == 1 and isinstance(best.draft_length, int):  # add the best one's neighbours, if untested
-                near = [k for k in (best.draft_length - 1, best.draft_length + 1) if 1 <= k <= LONGEST]
-                around = [dataclasses.replace(best, draft_length=k) for k in near]
-                kept |= {one for one in around if one not in self.session.candidates}
-            settings = [one for one in dict.fromkeys([*settings, *kept]) if one in kept]
+                nearby = [k for k in (best.draft_length - 1, best.draft_length + 1) if 1 <= k <= LONGEST]
+                neighbours = [dataclasses.replace(best, draft_length=k) for k in nearby]
+                kept_settings |= {one for one in neighbours if one not in self.session.candidates}
+            settings = [one for one in dict.fromkeys([*settings, *kept_settings]) if one in kept_settings]
             tokens *= 2
 
     def decode_round(self, settings: list[Setting], tokens: int, start: int, seconds: float) -> list[Setting]:
@@ -118,25 +127,25 @@ class LengthStage:
         groups = bench.ask("groups", [self.session.baseline], settings)
         for group in groups:
             bench.ask("keep", group, [])
-            here = self.session.warm(bench, group)
-            gained, spent = dict.fromkeys(here, 0), dict.fromkeys(here, 0.0)
+            running = self.session.warm(bench, group)
+            gained, spent = dict.fromkeys(running, 0), dict.fromkeys(running, 0.0)
             begin, prompts = time.perf_counter(), 0
-            while prompts < min(LEAST_RUN, len(self.session.prompts)) or time.perf_counter() - begin < seconds / len(
-                groups
-            ):
+            while prompts < min(
+                MIN_PROMPTS_PER_ROUND, len(self.session.prompts)
+            ) or time.perf_counter() - begin < seconds / len(groups):
                 if prompts == len(self.session.prompts):
                     break
                 ids = self.session.prompts[(start + prompts) % len(self.session.prompts)]
-                for one, run in self.session.in_turns(bench, here, ids, tokens):
+                for one, run in self.session.in_turns(bench, running, ids, tokens):
                     gained[one] += len(run.tokens) - 1
                     spent[one] += run.decode_seconds
-                here = [one for one in here if str(one) not in self.session.failed]
-                for one in here:
+                running = [one for one in running if str(one) not in self.session.failed]
+                for one in running:
                     candidate = self.session.candidates.setdefault(one, Candidate(one))
                     throughput, alone = (gained[setting] / spent[setting] for setting in (one, self.session.baseline))
                     candidate.throughput, candidate.speedup = throughput, throughput / alone  # both from this machine
                 prompts += 1
                 if self.session.clock.until(1) < 0:
                     break
-            ran += here
+            ran += running
         return ran

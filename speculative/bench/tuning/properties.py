@@ -16,7 +16,7 @@ from speculative.drafting import cost_model
 
 NOISE = 1.02  # gain below which a property stays at its default
 PRECISIONS = ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION", "EXECUTION_MODE_HINT")
-LEAST_SETS = 2  # property sets that may take more time: the default and the most promising one
+MIN_SETS = 2  # property sets that may take more time: the default and the most promising one
 
 
 class PropertyStage:
@@ -33,12 +33,12 @@ class PropertyStage:
             kept = {one.models for one in ranked[: max(1, len(ranked) // 2)]} | {self.session.default}
             self.session.drop(self.session.property_candidates.values(), kept, "devices")
             self.session.sets = [one for one in self.session.sets if one in kept]
-        for found in list(self.session.sets):
-            ask = lambda bench, found=found: self.session.tried(bench, found, "property_values", found.device)  # noqa: E731
+        for property_set in list(self.session.sets):
+            ask = lambda bench, tried=property_set: self.session.attempt(bench, tried, "property_values", tried.device)  # noqa: E731
             values = self.session.on_one(ask) or []
-            self.session.sets += [found.with_properties(value) for value in values]
-            of_draft = draft_property_values(found.draft_device) if self.session.drafts[0] else []
-            self.session.sets += [found.with_draft_properties(value) for value in of_draft]
+            self.session.sets += [property_set.with_properties(value) for value in values]
+            draft_values = draft_property_values(property_set.draft_device) if self.session.drafts[0] else []
+            self.session.sets += [property_set.with_draft_properties(value) for value in draft_values]
         self.session.sets = list(dict.fromkeys(self.session.sets))
 
         repeats, round_ = 5, 0
@@ -69,12 +69,14 @@ class PropertyStage:
         self.session.fastest = [one.models for one in by_iteration[:2]] or [self.session.default]
         self.session.fastest_alone = self.best_alone(ranked, NOISE)
 
-    def best_alone(self, found: list[Candidate], above: float = 0.0) -> PropertySet:
+    def best_alone(self, candidates: list[Candidate], above: float = 0.0) -> PropertySet:
         """The set within the quality limits with the fastest plain decoding; the default if none is faster than
         `above`. Sets that differ from the default only in the draft are ignored: without a draft they are equal."""
-        usual = (self.session.default.device, self.session.default.properties)
-        own = [one for one in found if (one.models.device, one.models.properties) != usual and one.alone > above]
-        fitting = [one for one in own if self.session.fits(one.models)]
+        default = (self.session.default.device, self.session.default.properties)
+        changed = [
+            one for one in candidates if (one.models.device, one.models.properties) != default and one.alone > above
+        ]
+        fitting = [one for one in changed if self.session.fits(one.models)]
         return max(fitting, key=lambda one: one.alone).models if fitting else self.session.default
 
     def together(self) -> PropertySet | None:
@@ -101,7 +103,7 @@ class PropertyStage:
     def time_sets(self, sets: list[PropertySet], repeats: int) -> None:
         """Time K draft steps plus one verification, and one plain step, interleaved over all sets; judge their quality.
         Each machine measures a part of the sets and the default set."""
-        most_time = sets[:LEAST_SETS]
+        most_time = sets[:MIN_SETS]
         others = [one for one in sets if one != self.session.default]
         self.session.share(others, lambda part, bench: self.time_part(bench, part, most_time, repeats))
 
@@ -111,15 +113,15 @@ class PropertyStage:
         draft = self.session.drafts[0]
         for group in bench.ask("groups", [self.session.default], sets):
             bench.ask("keep", group, [draft])
-            here = []
+            loaded = []
             for models in group:
                 out_of_time = self.session.clock.until(LENGTHS_BY if models in most_time else PROPERTIES_BY) < 0
                 if out_of_time and models != self.session.default and not bench.ask("is_loaded", models, [draft]):
                     self.session.note = "the budget had no time for all properties: give more --minutes"
                 elif self.session.loads(bench, models, [draft]):
                     self.session.judge(bench, models)
-                    here += [models] if str(models) not in self.session.failed else []
-            seconds = self.time_iterations(bench, here, draft, repeats)
+                    loaded += [models] if str(models) not in self.session.failed else []
+            seconds = self.time_iterations(bench, loaded, draft, repeats)
             if self.session.default not in seconds:
                 continue
             plain, iteration = seconds[self.session.default]
@@ -132,8 +134,9 @@ class PropertyStage:
     ) -> dict[PropertySet, tuple[float, float]]:
         """Seconds of a plain step and of an iteration with K draft tokens: medians of interleaved runs. Failed sets are
         left out."""
-        rooms = [room for room in (self.session.tried(bench, one, "room", one, draft) for one in sets) if room]
-        width, capacity = min(room[0] for room in rooms), min(room[1] for room in rooms)
+        limits = [self.session.attempt(bench, one, "room", one, draft) for one in sets]
+        width = min(limit[0] for limit in limits if limit)
+        capacity = min(limit[1] for limit in limits if limit)
         context = max(1, min(cost_model.CONTEXT, capacity - self.session.k - 1))
         tokens = (np.arange(context + self.session.k + 1, dtype=np.int64) * 7919 + 1) % width
         times: dict[PropertySet, list[tuple]] = {
@@ -141,14 +144,14 @@ class PropertyStage:
         }
         for _ in range(repeats + 1):
             for models in list(times):
-                seconds = self.session.tried(bench, models, "iteration", models, draft, tokens, self.session.k)
+                seconds = self.session.attempt(bench, models, "iteration", models, draft, tokens, self.session.k)
                 if seconds:
                     times[models].append(seconds)
                 else:
                     del times[models]
-        found = {}
+        results = {}
         for models, measured in times.items():
             plain, check, step = (statistics.median(seconds) for seconds in zip(*measured[1:], strict=True))
-            found[models] = plain, check + self.session.k * step
+            results[models] = plain, check + self.session.k * step
             bench.ask("forget", models, draft)
-        return found
+        return results

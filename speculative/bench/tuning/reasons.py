@@ -20,7 +20,7 @@ FEW = 0.2  # accepted share of draft tokens below which acceptance is the reason
 UNLIKELY = 1.15  # speedup / block efficiency beyond what engine differences explain
 
 
-def gains(tuning: Session, found: list[Figures], choice: TuningChoice, is_remeasured: bool) -> list[str]:
+def gains(tuning: Session, measured: list[Figures], choice: TuningChoice, is_remeasured: bool) -> list[str]:
     """The speed of the best method that drafts, and its gain over the others."""
     best, best_alone = choice.drafted, choice.alone
     what = "this draft" if best.setting.draft else "suffix decoding"
@@ -33,14 +33,14 @@ def gains(tuning: Session, found: list[Figures], choice: TuningChoice, is_remeas
             f"Speedup over the fastest method without {_draft_source(tuning)} ({best_alone.setting}): "
             f"{_times(best.over(best_alone))}."
         )
-    by_setting = {one.setting: one for one in found}
-    usual = by_setting.get(tuning.usual)
-    if usual and usual is not best:
+    by_setting = {one.setting: one for one in measured}
+    sample = by_setting.get(tuning.sample_setting)
+    if sample and sample is not best:
         defaults = "speculative_decoding_lm.py with its defaults (K = 5)"
         if best.setting.copies:
             defaults = f"{recommendation.SAMPLE_OF[SUFFIX]} with its defaults"
         lines.append(
-            f"Speedup over samples/{defaults}: {_times(best.over(usual))}{_in_steps(by_setting, usual, best)}."
+            f"Speedup over samples/{defaults}: {_times(best.over(sample))}{_in_steps(by_setting, sample, best)}."
         )
     tau = tokens_each(tuning, best)
     if best.speedup > UNLIKELY * tau:
@@ -60,7 +60,7 @@ def why_it_helps(tuning: Session, best: Figures) -> str:
         return "Why: not measured yet."
     tau, acceptance, k, c, v = facts
     predicted = metrics.predicted_speedup(tau, k, c, v)
-    without = {
+    speedup_without = {
         f"acceptance ({(k + 1) / tau:.2f}x as fast if all draft tokens were accepted)": (k + 1) / tau,
         f"the draft's cost ({(v + k * c) / v:.2f}x as fast if it were free)": (v + k * c) / v,
         f"verification ({(v + k * c) / (1 + k * c):.2f}x as fast if {k + 1} tokens cost as much as one)": (
@@ -77,7 +77,8 @@ def why_it_helps(tuning: Session, best: Figures) -> str:
         f"Why: {acceptance:.0%} of the draft tokens are accepted, so a main-model forward pass yields {tau:.1f} "
         f"tokens; a draft step costs {c:.2f} of a main-model step (c) and verifying {k + 1} tokens {v:.2f} of one (v), "
         f"which predicts {predicted:.1f}x. The main model reads {read / 1e9:.2f} GB per forward pass, "
-        f"{read / plain / 1e9:.0f} GB/s ({bound}). The main limit is {max(without, key=without.__getitem__)}."
+        f"{read / plain / 1e9:.0f} GB/s ({bound}). The main limit is "
+        f"{max(speedup_without, key=speedup_without.__getitem__)}."
     )
 
 
@@ -87,33 +88,33 @@ def why_it_does_not(tuning: Session, best: Figures, best_alone: Figures, gains: 
     c, v = measured.draft / measured.main[1], measured.main[2] / measured.main[1]
     alpha, tau = tuning.alpha[best.setting.draft], tokens_each(tuning, best)
     spread = f" ({min(gains):.2f}-{max(gains):.2f} over {len(gains)} rounds)" if len(gains) > 1 else ""
-    seen = (
+    measured_speed = (
         f"{best.setting} decodes at {statistics.median(gains):.2f}x{spread} the fastest method without "
         f"{_draft_source(tuning)} ({best_alone.setting}, {statistics.median(best_alone.throughputs):.1f} tokens/s)"
     )
     if best.setting.copies:
-        return f"Run the main model alone: suffix decoding gains too little: {seen}; {_copied(tuning, best)}."
+        return f"Run the main model alone: suffix decoding gains too little: {measured_speed}; {_copied(tuning, best)}."
     costs = f"a draft step costs {c:.2f} of a main-model step and verifying two tokens {v:.2f} of one"
     contest = contest_of(tuning, best.setting)
     runs = contest.methods[best.setting].runs() if contest else []
-    proposed, kept = [n for run in runs for n in run.proposed], [n for run in runs for n in run.accepted]
+    proposed, accepted_tokens = [n for run in runs for n in run.proposed], [n for run in runs for n in run.accepted]
     drafted = sum(proposed) / len(proposed) if proposed else 0.0
-    accepted = metrics.acceptance_rate(proposed, kept) if drafted >= HARDLY else None
+    accepted = metrics.acceptance_rate(proposed, accepted_tokens) if drafted >= HARDLY else None
     combined = best.setting.is_combined  # many of the accepted tokens are copies
     accepted = alpha if accepted is None or combined else accepted
     if accepted < FEW and (tau < WORTH_IT or combined):
         copies = ", copies included" if combined else ""
         return (
             f"Do not use this draft: hardly any of its tokens are accepted (probability {accepted:.2f}), so a "
-            f"main-model forward pass yields {tau:.2f} tokens{copies}, which bounds the speedup. Measured: {seen}; "
-            f"{costs}."
+            f"main-model forward pass yields {tau:.2f} tokens{copies}, which bounds the speedup. Measured: "
+            f"{measured_speed}; {costs}."
         )
     too_little = "even its best setting gains too little"
     if tau < WORTH_IT and drafted < HARDLY:
         too_little = f"its best setting drafts only {drafted:.2f} tokens per main-model forward pass"
     return (
-        f"Do not use this draft: {too_little}: {seen}. A draft token is accepted with probability {alpha:.2f}; "
-        f"{costs}, so break-even is at a probability of {max(v + c - 1, 0):.2f}."
+        f"Do not use this draft: {too_little}: {measured_speed}. A draft token is accepted with probability "
+        f"{alpha:.2f}; {costs}, so break-even is at a probability of {max(v + c - 1, 0):.2f}."
     )
 
 
@@ -148,10 +149,10 @@ def _rounds(one: Figures, is_remeasured: bool) -> str:
     return f" ({counted}; {when})"
 
 
-def _in_steps(by_setting: dict[Setting, Figures], usual: Figures, best: Figures) -> str:
+def _in_steps(by_setting: dict[Setting, Figures], sample: Figures, best: Figures) -> str:
     """Which changes contributed, each relative to the step before."""
-    gains, before = [], usual
-    for after in steps_to(by_setting, usual, best):
+    gains, before = [], sample
+    for after in steps_to(by_setting, sample, best):
         one, two = before.setting, after.setting
         changed = [str(two.models)] * (one.models != two.models)
         changed += [two.length] * (one.draft_length != two.draft_length)

@@ -35,8 +35,8 @@ from speculative.sequence import metrics
 
 SAMPLE_K = 5  # default of samples/speculative_decoding_lm.py
 FIRST_TOKENS = 24  # per run in the first halving round; doubled every round
-LEAST_RUN = 2  # minimum prompts per halving round
-LEAST_ROUNDS = 2  # new rounds after the choice, whatever the budget: one round has no range
+MIN_PROMPTS_PER_ROUND = 2  # minimum prompts per halving round
+MIN_ROUNDS = 2  # new rounds after the choice, whatever the budget: one round has no range
 # Share of the budget at which each stage ends.
 REFERENCE_BY, DRAFTS_BY, PROPERTIES_BY, LENGTHS_BY, CHOSEN_BY = 0.06, 0.15, 0.4, 0.65, 0.82
 
@@ -64,10 +64,10 @@ class Candidate(Generic[Tried]):
 @dataclass
 class Contest:
     """Settings decoded in interleaved rounds until a share of the budget is spent, and their prompts. Each machine
-    decodes at least `least_rounds`, whatever the budget."""
+    decodes at least `min_rounds`, whatever the budget."""
 
     by: float
-    least_rounds: int = 0
+    min_rounds: int = 0
     settings: list[Setting] = field(default_factory=list)
     methods: dict[Setting, Method] = field(default_factory=dict)
     prompts: list[np.ndarray] = field(default_factory=list)
@@ -132,14 +132,14 @@ class Session:
         self.property_candidates: dict[PropertySet, Candidate[PropertySet]] = {}
         self.candidates: dict[Setting, Candidate[Setting]] = {}
         self.choosing = Contest(CHOSEN_BY)  # the finalists; decides the choice
-        self.remeasured = Contest(1.0, LEAST_ROUNDS)  # the choice and its baselines in new rounds; these are reported
+        self.remeasured = Contest(1.0, MIN_ROUNDS)  # the choice and its baselines in new rounds; these are reported
         self.failed: dict[str, str] = {}
         self.not_in_genai = {one: why for one in arguments.drafts if (why := genai_limit(arguments.main, one))}
         self.failed |= {f"GenAI's pipeline with {draft}": why for draft, why in self.not_in_genai.items()}
         self.k = 0  # first estimate of the best draft length
         self.note = ""  # what the budget had no time for
         self.other_load = 0.0  # background load on the machines of a cluster
-        self._shaken: set[str] = set()  # baselines that failed once
+        self._failed_once: set[str] = set()  # baselines that failed once
         self.lock = threading.Lock()  # for state that several machines change
 
     def share(self, items: list, work: Callable[[list, TuningClient], None]) -> None:
@@ -149,15 +149,15 @@ class Session:
             return
         n = max(1, min(len(self.benches), len(items)))
         parts = [items[i * len(items) // n : (i + 1) * len(items) // n] for i in range(n)]
-        left = ray_nodes.spread(parts, self.benches, lambda *_: True, work, lambda *_: None)
-        if left:
-            raise Ended(f"no machine left: {left[0][1]}")
+        unfinished = ray_nodes.distribute(parts, self.benches, lambda *_: True, work, lambda *_: None)
+        if unfinished:
+            raise Ended(f"no machine left: {unfinished[0][1]}")
 
     def on_one(self, work: Callable[[TuningClient], T]) -> T:
         """Run `work` on one machine and return its result."""
-        found: list[T] = []
-        self.share([None], lambda _, bench: found.append(work(bench)))
-        return found[-1]
+        results: list[T] = []
+        self.share([None], lambda _, bench: results.append(work(bench)))
+        return results[-1]
 
     def remember(self, name: str, *arguments: object) -> None:
         """Make a remembered call on all machines."""
@@ -169,7 +169,7 @@ class Session:
         if not self.benches:
             raise Ended("all machines were lost")
 
-    def tried(self, bench: TuningClient, setting: Setting | PropertySet, name: str, *arguments: object) -> Any:
+    def attempt(self, bench: TuningClient, setting: Setting | PropertySet, name: str, *arguments: object) -> Any:
         """The result of a call for a candidate. None: it failed or crashed the process, and is recorded as failed with
         the reason. A baseline is retried once, as tuning cannot continue without it."""
         while True:
@@ -182,22 +182,24 @@ class Session:
             if setting not in (self.default, self.baseline):
                 self.failed[str(setting)] = reason
                 return None
-            if str(setting) in self._shaken:
+            if str(setting) in self._failed_once:
                 raise Ended(f"the baseline failed twice ({setting}): {reason}")
-            self._shaken.add(str(setting))
+            self._failed_once.add(str(setting))
 
     def loads(
         self, bench: TuningClient, setting: Setting | PropertySet, drafts: list[Path | None] | None = None
     ) -> bool:
         """Load a candidate's models."""
-        wanted = [] if isinstance(setting, Setting) else (drafts or self.drafts)
-        return str(setting) not in self.failed and bool(self.tried(bench, setting, "load_models", setting, wanted))
+        drafts_to_load = [] if isinstance(setting, Setting) else (drafts or self.drafts)
+        return str(setting) not in self.failed and bool(
+            self.attempt(bench, setting, "load_models", setting, drafts_to_load)
+        )
 
     def decode(self, bench: TuningClient, setting: Setting, ids: np.ndarray, tokens: int) -> Any:
         """A run, or None if it failed."""
         adaptive = bool(setting.draft) and isinstance(setting.draft_length, str)
-        known = self.costs.get((setting.models, setting.draft)) if adaptive else None
-        return self.tried(bench, setting, "decode", setting, ids, tokens, known)
+        cached = self.costs.get((setting.models, setting.draft)) if adaptive else None
+        return self.attempt(bench, setting, "decode", setting, ids, tokens, cached)
 
     def warm(self, bench: TuningClient, settings: list[Setting]) -> list[Setting]:
         """Load the settings and decode a few tokens, as shapes are compiled on first use. Returns those that ran."""
@@ -208,8 +210,8 @@ class Session:
         """Judge the output quality of these properties, once: draft and draft length do not affect it."""
         if models not in self.quality and self.references:
             main = (models.device, models.properties)
-            known = [self.quality[one] for one in self.quality if (one.device, one.properties) == main]
-            quality = known[0] if known else self.tried(bench, models, "judge", models)
+            cached = [self.quality[one] for one in self.quality if (one.device, one.properties) == main]
+            quality = cached[0] if cached else self.attempt(bench, models, "judge", models)
             if quality:
                 self.quality[models] = quality
 
@@ -220,10 +222,10 @@ class Session:
 
     def measure_costs(self, bench: TuningClient, models: PropertySet, draft: Path | None) -> bool:
         if (models, draft) not in self.costs:
-            found = self.tried(bench, self.drafting(models, draft, 1), "measure_costs", models, draft)
-            if not found:
+            costs = self.attempt(bench, self.drafting(models, draft, 1), "measure_costs", models, draft)
+            if not costs:
                 return False
-            self.costs[models, draft] = found
+            self.costs[models, draft] = costs
         return True
 
     def drafting(self, models: PropertySet, draft: Path | None, k: int) -> Setting:
@@ -235,7 +237,7 @@ class Session:
         return bool(setting.draft) or (setting.copies and None in self.drafts)
 
     @property
-    def usual(self) -> Setting:
+    def sample_setting(self) -> Setting:
         """The default settings of samples/speculative_decoding_lm.py, or without a draft of suffix_decoding_lm.py."""
         draft = self.drafts[0]
         return Setting(self.default, GENAI, draft, SAMPLE_K) if draft else self.drafting(self.default, None, 0)

@@ -60,7 +60,7 @@ def judge(tuning: Session) -> Verdict | None:
     is_remeasured = set(choice.settings) <= set(remeasured)
     found = list(remeasured.values()) if is_remeasured else figures(tuning)
     if is_remeasured:
-        choice = choice.with_figures(remeasured).unless_slower_than(remeasured.get(tuning.usual))
+        choice = choice.with_figures(remeasured).unless_slower_than(remeasured.get(tuning.sample_setting))
     best, best_alone = choice.drafted, choice.alone
     gains = best.over(best_alone)
     use_draft = is_worth_it(tuning, best, best_alone)

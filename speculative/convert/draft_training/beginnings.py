@@ -16,7 +16,7 @@ import openvino_genai
 from speculative.convert.errors import ConvertError
 
 PLACEHOLDER = "user-turn-goes-here"
-LEAST_PROMPTS = 10
+MIN_PROMPTS = 10
 TURN, OPENING = 96, 12  # most tokens of a user turn, and of the first words of a text
 
 
@@ -38,8 +38,8 @@ def opening(tokenizer: openvino_genai.Tokenizer, vocabulary: int, random: np.ran
         starts = [token for token in (bos, eos) if token >= 0]
         return Opening([], [starts[0] if starts else int(random.integers(vocabulary))], OPENING, set(), [])
     turn = [{"role": "user", "content": PLACEHOLDER}]
-    before, found, after = tokenizer.apply_chat_template(turn, add_generation_prompt=True).partition(PLACEHOLDER)
-    if not found:
+    before, separator, after = tokenizer.apply_chat_template(turn, add_generation_prompt=True).partition(PLACEHOLDER)
+    if not separator:
         raise ConvertError("the main model's chat template leaves out the user's text; give prompts with --prompts", 2)
     prefix, suffix = (tokenizer.encode(part, add_special_tokens=False).input_ids.data[0] for part in (before, after))
     # A model without BOS saw the end of another text before each beginning; without it some write nonsense.
@@ -61,17 +61,17 @@ def read_prompts(file: Path) -> list[Prompt]:
         rows = [json.loads(line) for line in lines]
         if not all(isinstance(row["prompt"], str) for row in rows):
             raise TypeError
-        named = [Prompt(row["prompt"], str(row.get("category") or "")) for row in rows]
-        prompts = list({prompt.text: prompt for prompt in named}.values())
+        rows_read = [Prompt(row["prompt"], str(row.get("category") or "")) for row in rows]
+        prompts = list({prompt.text: prompt for prompt in rows_read}.values())
     except OSError as error:
         raise ConvertError(f"{file} cannot be read ({error.strerror}); give a file with --prompts", 2) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConvertError(
             f'{file} is not a JSONL file of prompts; each line must be like {{"prompt": "Write a poem."}}', 2
         ) from error
-    if len(prompts) < LEAST_PROMPTS:
+    if len(prompts) < MIN_PROMPTS:
         raise ConvertError(
-            f"{file} has {len(prompts)} different prompts, of which a part is held out; give at least {LEAST_PROMPTS}",
+            f"{file} has {len(prompts)} different prompts, of which a part is held out; give at least {MIN_PROMPTS}",
             2,
         )
     return prompts

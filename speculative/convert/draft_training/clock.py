@@ -39,7 +39,7 @@ class Clock:
             self.spent[self._stage] = self.spent.get(self._stage, 0.0) + now - self._mark
         self._mark = now
 
-    def left(self, name: str) -> float:
+    def remaining(self, name: str) -> float:
         """Seconds that the stage may still take; 0 if its time is up."""
         self.tick()
         earlier = sum(self.spent.get(stage, 0.0) for stage, end in ENDS.items() if end <= ENDS[name])

@@ -22,16 +22,17 @@ class DraftFolder(WorkFolder):
 
     def open(self) -> None:
         """Create and lock OUT/work, and undo an interrupted install. Raises ConvertError if OUT holds anything else."""
-        strange = sorted(path.name for path in self.target.iterdir()) if self.target.is_dir() else []
+        unexpected = sorted(path.name for path in self.target.iterdir()) if self.target.is_dir() else []
         if self.target.exists() and not self.target.is_dir():
             raise ConvertError(f"{self.target} is a file; choose another folder for the draft", 2)
         if (self.target / "draft.json").exists() and not self.work.exists():
             raise ConvertError(
                 f"{self.target} holds a finished draft without the folder work; choose another folder, or remove it", 2
             )
-        if strange and not self.work.exists():
+        if unexpected and not self.work.exists():
             raise ConvertError(
-                f"{self.target} holds {strange[0]}, which this program did not make; choose a new folder for the draft",
+                f"{self.target} holds {unexpected[0]}, which this program did not make; choose a new folder for the "
+                "draft",
                 2,
             )
         super().open()
@@ -48,18 +49,18 @@ class DraftFolder(WorkFolder):
         """Record what the training depends on. Raises ConvertError if OUT/work was made with other settings."""
         file = self.work / "settings.json"
         if file.exists():
-            known = json.loads(file.read_text(encoding="utf-8"))
+            recorded = json.loads(file.read_text(encoding="utf-8"))
             for name, value in settings.items():
-                if name not in known and value is not None:
+                if name not in recorded and value is not None:
                     raise ConvertError(
                         f"{self.target} was begun by an earlier version, which did not record its {name}; choose "
                         f"another folder for the draft, or remove {self.work}",
                         2,
                     )
-                if known.get(name) != value:
+                if recorded.get(name) != value:
                     raise ConvertError(
-                        f"{self.target} was begun with another {name} ({known.get(name)}, not {value}); choose another "
-                        f"folder for the draft, or remove {self.work}",
+                        f"{self.target} was begun with another {name} ({recorded.get(name)}, not {value}); choose "
+                        f"another folder for the draft, or remove {self.work}",
                         2,
                     )
         else:

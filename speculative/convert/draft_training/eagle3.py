@@ -17,7 +17,7 @@ from speculative.models.eagle3_graph import last_dimension, residual_adds
 if TYPE_CHECKING:
     from speculative.convert.draft_training.head import HeadTraining
 
-COVERAGE, MOST_DRAFTED = 0.995, 8192  # of the draft vocabulary, by default
+COVERAGE, MAX_DRAFT_VOCABULARY = 0.995, 8192  # of the draft vocabulary, by default
 FURTHER_RATE = 5e-4  # highest learning rate for a head that is trained already
 
 
@@ -38,8 +38,8 @@ class Eagle3(Kind):
         self.main = main
         self.initial = TrainedHead(init_from, main) if init_from else None
         adds = {layer: node for layer, node in residual_adds(main.graph).items() if layer is not None}
-        given = self.initial.layers if self.initial else layers
-        self.layers = given or published_layers(len(adds), main.spec.folder)
+        layers_given = self.initial.layers if self.initial else layers
+        self.layers = layers_given or published_layers(len(adds), main.spec.folder)
         if any(layer not in adds for layer in self.layers) or len(set(self.layers)) != 3:
             raise ConvertError(
                 f"a head reads three different layers of 0 to {len(adds) - 1}, not {self.layers}; give --layers", 2
@@ -47,7 +47,7 @@ class Eagle3(Kind):
         self.states = sum(last_dimension(adds[layer]) for layer in self.layers)
         self._draft_vocabulary = draft_vocabulary
         self.settings = {"--layers": self.layers, "--draft-vocabulary": draft_vocabulary}
-        shape, drafted = (self.initial or main).shape, draft_vocabulary or MOST_DRAFTED
+        shape, drafted = (self.initial or main).shape, draft_vocabulary or MAX_DRAFT_VOCABULARY
         heads = 3 * shape.num_attention_heads + 4 * shape.num_key_value_heads  # q and o; k and v; of two inputs each
         numbers = self.states + heads * shape.head_dim + 3 * shape.intermediate_size + drafted
         self.space += SAVED * shape.hidden_size * numbers
@@ -72,16 +72,16 @@ class Eagle3(Kind):
         def beginning() -> Beginning:
             if self.initial and not self._draft_vocabulary:
                 return Beginning(self.initial.vocabulary, self.initial.weights())
-            chosen = choose_vocabulary(counts, self._draft_vocabulary, COVERAGE, MOST_DRAFTED)
-            output = self.main.output_layer(chosen)
+            vocabulary = choose_vocabulary(counts, self._draft_vocabulary, COVERAGE, MAX_DRAFT_VOCABULARY)
+            output = self.main.output_layer(vocabulary)
             weights = {"lm_head.weight": output.rows, "norm.weight": output.norm} if output else {}
             if self.initial:
                 known = self.initial.weights()
-                rows = output.rows if output else np.zeros((len(chosen), self.main.hidden), np.float32)
-                _, new, old = np.intersect1d(chosen, self.initial.vocabulary, return_indices=True)
+                rows = output.rows if output else np.zeros((len(vocabulary), self.main.hidden), np.float32)
+                _, new, old = np.intersect1d(vocabulary, self.initial.vocabulary, return_indices=True)
                 rows[new] = known["lm_head.weight"][old]  # other tokens begin with the main model's rows
                 weights = known | {"lm_head.weight": rows}
-            return Beginning(chosen, weights)
+            return Beginning(vocabulary, weights)
 
         shape = self.initial.shape if self.initial else self.main.shape
         training = HeadTraining(file, shape, self.states, self.main.embeddings(), device, beginning)
@@ -118,11 +118,11 @@ def published_layers(count: int, folder: Path) -> list[int]:
     return [1, count // 2 - 1, count - 4] if count >= 10 else [0, count // 2, count - 1]
 
 
-def choose_vocabulary(counts: np.ndarray, size: int | None, coverage: float, most: int) -> np.ndarray:
+def choose_vocabulary(counts: np.ndarray, size: int | None, coverage: float, maximum: int) -> np.ndarray:
     """The ids, sorted, of the `size` most frequent tokens; by default as many as have a share of `coverage`, a multiple
-    of 64 of at most `most`. `counts` [vocabulary] is each token's frequency."""
+    of 64 of at most `maximum`. `counts` [vocabulary] is each token's frequency."""
     order = np.argsort(-counts, kind="stable")
     if not size:
         needed = int(np.searchsorted(np.cumsum(counts[order]), coverage * counts.sum())) + 1
-        size = min(-(-needed // 64) * 64, most)
+        size = min(-(-needed // 64) * 64, maximum)
     return np.sort(order[: min(size, len(counts))])

@@ -59,15 +59,15 @@ class Attention(nn.Module):
         q, k = apply_rotary_pos_emb(q, k, *angles)
         group = self.heads // self.kv_heads
         cache.append((repeat_kv(k, group), repeat_kv(v, group)))
-        (first_keys, first_values), *own = cache
+        (first_keys, first_values), *step_cache = cache
         later = torch.ones(rows, rows, dtype=torch.bool, device=x.device).triu(1)
         scores = (q @ first_keys.transpose(-1, -2)).float().masked_fill(later, -math.inf)
-        scores = torch.cat([scores, *((q * keys).sum(-1, keepdim=True).float() for keys, _ in own)], -1)
+        scores = torch.cat([scores, *((q * keys).sum(-1, keepdim=True).float() for keys, _ in step_cache)], -1)
         weights = (scores / math.sqrt(self.head_dim)).softmax(-1).to(v.dtype)
-        out = weights[..., :rows] @ first_values
-        for i, (_, values) in enumerate(own):
-            out = out + weights[..., rows + i, None] * values
-        return self.o_proj(out.transpose(1, 2).reshape(batch, rows, -1))
+        output = weights[..., :rows] @ first_values
+        for i, (_, values) in enumerate(step_cache):
+            output = output + weights[..., rows + i, None] * values
+        return self.o_proj(output.transpose(1, 2).reshape(batch, rows, -1))
 
 
 class Layer(nn.Module):
@@ -142,21 +142,21 @@ class HeadTraining(Training):
     ):
         """Continues with the state in `file`, if it exists, and otherwise starts with what `beginning` gives."""
         torch.manual_seed(0)
-        kept = training.load(file, device)
-        known, weights = (kept["vocabulary"].cpu().numpy(), {}) if kept else beginning()
+        saved_state = training.load(file, device)
+        vocabulary, weights = (saved_state["vocabulary"].cpu().numpy(), {}) if saved_state else beginning()
         self.config = LlamaConfig(
             **shape._asdict(),
             vocab_size=len(embeddings),
             num_hidden_layers=1,
             tie_word_embeddings=False,
             architectures=["LlamaForCausalLMEagle3"],
-            draft_vocab_size=len(known),
+            draft_vocab_size=len(vocabulary),
         )
         head = Head(self.config, states)
         with torch.no_grad():
             for name, values in weights.items():
                 head.get_parameter(name).copy_(torch.from_numpy(values))
-        super().__init__(file, kept, head, known, len(embeddings), device)
+        super().__init__(file, saved_state, head, vocabulary, len(embeddings), device)
         self.head = head
         self._embeddings = torch.from_numpy(embeddings).to(device)
 

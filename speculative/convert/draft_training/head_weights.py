@@ -66,8 +66,8 @@ def _parts(graph: ov.Model) -> tuple[dict[str, ov.Node], dict[str, np.ndarray]]:
         "norm.weight": lm_head.input_value(0).get_node(),
     }
     weights = {name: norm_weight(node) for name, node in norms.items()}
-    found = {name: weight for name, weight in weights.items() if weight is not None}
-    if len(found) < len(norms):
+    norms_found = {name: weight for name, weight in weights.items() if weight is not None}
+    if len(norms_found) < len(norms):
         raise ValueError("it lacks a norm with weights that the published architecture has")
     matrices = {f"midlayer.{name}": node for name, node in layer.by_name.items()}
-    return {"fc.weight": layer.before, "lm_head.weight": lm_head, **matrices}, found
+    return {"fc.weight": layer.before, "lm_head.weight": lm_head, **matrices}, norms_found

@@ -29,9 +29,9 @@ def find_layers(graph: ov.Model) -> list[Layer]:
     if not attentions:
         raise ValueError("its graph has no ScaledDotProductAttention")
     layers = [_layer(attention) for attention in attentions]
-    for one, other in pairwise(layers):
-        if other.before.get_friendly_name() != one.after.get_friendly_name():
-            raise ValueError(f"something is between its layers, {one.after.get_friendly_name()}")
+    for first, second in pairwise(layers):
+        if second.before.get_friendly_name() != first.after.get_friendly_name():
+            raise ValueError(f"something is between its layers, {first.after.get_friendly_name()}")
     return layers
 
 
@@ -74,8 +74,8 @@ def find_matrices(attention: ov.Node) -> Matrices:
     gates = [value.get_node() for value in product.input_values()]
     swish = _only((node for node in gates if node.get_type_name() == "Swish"), "Swish in an MLP")
     gate, up = swish.input_value(0).get_node(), _other(product, swish)
-    found = {"q": q, "k": k, "v": v, "o": o, "gate": gate, "up": up, "down": down}
-    matrices = {f"{name}.weight": found[key] for key, name in llama_ir.MATRICES.items()}
+    nodes_found = {"q": q, "k": k, "v": v, "o": o, "gate": gate, "up": up, "down": down}
+    matrices = {f"{name}.weight": nodes_found[key] for key, name in llama_ir.MATRICES.items()}
     for name, node in matrices.items():
         if node.get_type_name() != "MatMul" or not _is_constant(node.input_value(1).get_node()):
             raise ValueError(f"its {name.removesuffix('.weight')} is no product with a matrix of weights")
@@ -102,15 +102,15 @@ def _layer(attention: ov.Node) -> Layer:
 
 def _projection(node: ov.Node) -> ov.Node:
     """The nearest product with a constant matrix before `node`."""
-    waiting, seen = deque([node]), {node.get_friendly_name()}
-    while waiting:
-        node = waiting.popleft()
+    queue, seen = deque([node]), {node.get_friendly_name()}
+    while queue:
+        node = queue.popleft()
         if node.get_type_name() == "MatMul" and _is_constant(node.input_value(1).get_node()):
             return node
         for value in node.input_values():
             if (name := value.get_node().get_friendly_name()) not in seen:
                 seen.add(name)
-                waiting.append(value.get_node())
+                queue.append(value.get_node())
     raise ValueError("its attention has no matrices of weights")
 
 
@@ -125,14 +125,16 @@ def _readers(node: ov.Node) -> list[ov.Node]:
     return [reader.get_node() for reader in node.output(0).get_target_inputs()]
 
 
-def _other(node: ov.Node, one: ov.Node) -> ov.Node:
-    """The input of `node` beside `one`."""
+def _other(node: ov.Node, first: ov.Node) -> ov.Node:
+    """The input of `node` beside `first`."""
     inputs = (value.get_node() for value in node.input_values())
-    return _only((i for i in inputs if i.get_friendly_name() != one.get_friendly_name()), "second summands or factors")
+    return _only(
+        (i for i in inputs if i.get_friendly_name() != first.get_friendly_name()), "second summands or factors"
+    )
 
 
 def _only(nodes: Iterator[ov.Node] | list[ov.Node], what: str) -> ov.Node:
-    found = list(nodes)
-    if len(found) != 1:
-        raise ValueError(f"its graph has {len(found)} {what}, where a Llama's has one")
-    return found[0]
+    nodes_found = list(nodes)
+    if len(nodes_found) != 1:
+        raise ValueError(f"its graph has {len(nodes_found)} {what}, where a Llama's has one")
+    return nodes_found[0]

@@ -141,8 +141,8 @@ class Forward:
             "beam_idx": np.zeros(1, np.int32),
         }
         self._request.reset_state()
-        found = self._request.infer({name: value for name, value in inputs.items() if name in self._names})
-        return [found[i][0, :n].copy() for i in range(self._count)]
+        results = self._request.infer({name: value for name, value in inputs.items() if name in self._names})
+        return [results[i][0, :n].copy() for i in range(self._count)]
 
 
 def shape_of(folder: Path, hidden: int) -> Shape:
@@ -186,8 +186,8 @@ def norm_weight(node: ov.Node) -> np.ndarray | None:
 def evaluate(outputs: Sequence[ov.Output]) -> list[np.ndarray]:
     """Constant parts of a graph, float32."""
     model = ov.Model([ops.result(ops.convert(output, "f32")) for output in outputs], [])
-    found = ov.Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})({})
-    return [found[i] for i in range(len(outputs))]
+    results = ov.Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})({})
+    return [results[i] for i in range(len(outputs))]
 
 
 def _rows(weights: ov.Output, ids: np.ndarray) -> ov.Output:

@@ -74,8 +74,8 @@ class Pruned(Kind):
     def check(self) -> None:
         from speculative.convert.draft_training import pruned_model
 
-        if wrong := pruned_model.difference(self):
-            raise self._unsupported(wrong)
+        if problem := pruned_model.difference(self):
+            raise self._unsupported(problem)
 
     def reader(self, top: int) -> Reader:
         return self.main.reader(top)
@@ -112,8 +112,8 @@ class Pruned(Kind):
             angles += np.arccos(cosines.clip(-1, 1)).sum(-1) / np.pi
             tokens += len(text)
         start = int(angles.argmin())
-        stay = [*range(start), *range(start + removed, len(self.layers))]
-        return Choice(stay, float(angles[start] / tokens))
+        kept_layers = [*range(start), *range(start + removed, len(self.layers))]
+        return Choice(kept_layers, float(angles[start] / tokens))
 
     def training(self, file: Path, texts: list[TextStates], device: str) -> "PrunedTraining":
         from speculative.convert.draft_training.pruned_model import PrunedTraining

@@ -16,7 +16,7 @@ from speculative.convert.draft_training.training import Batch, Training
 from speculative.modelgen import llama_ir
 from speculative.modelgen.llama_ir import in_int8
 
-CHECKED = 24  # tokens by which the weights that were read are checked
+CHECKED_TOKENS = 24  # tokens by which the weights that were read are checked
 TOLERANCE = 0.02  # of the size of what a layer adds, and of the logits
 
 
@@ -30,9 +30,9 @@ def build(pruned: Pruned, layers: list[int]) -> LlamaForCausalLM:
     is_tied = np.array_equal(output.rows.astype(np.float16), embeddings)
     weights = {"model.embed_tokens.weight": output.rows if is_tied else embeddings.astype(np.float32)}
     weights |= {"lm_head.weight": output.rows, "model.norm.weight": output.norm}
-    for place, layer in enumerate(layers):
+    for index, layer in enumerate(layers):
         read = llama_weights.read_layer(pruned.layers[layer])
-        weights |= {f"model.layers.{place}.{name}": values for name, values in read.items()}
+        weights |= {f"model.layers.{index}.{name}": values for name, values in read.items()}
     model = _empty(pruned, len(layers), is_tied)
     model.load_state_dict({name: torch.from_numpy(np.array(values)) for name, values in weights.items()})
     return model
@@ -52,16 +52,20 @@ def difference(pruned: Pruned) -> str:
         model = build(pruned, [0, last])
     except (ValueError, RuntimeError):
         return "its matrices have other sizes"
-    tokens = np.linspace(0, pruned.main.vocabulary - 1, CHECKED).astype(np.int64)
+    tokens = np.linspace(0, pruned.main.vocabulary - 1, CHECKED_TOKENS).astype(np.int64)
     compute = pruned.hidden_states(EXECUTION_MODE_HINT="ACCURACY")
-    *states, logits = (torch.from_numpy(found)[None].float() for found in compute(tokens))
-    angles = model.model.rotary_emb(states[0], torch.arange(CHECKED)[None])
+    *states, logits = (torch.from_numpy(computed)[None].float() for computed in compute(tokens))
+    angles = model.model.rotary_emb(states[0], torch.arange(CHECKED_TOKENS)[None])
     pairs = {"logits": (model.lm_head(model.model.norm(states[-1])), logits)}
-    for place, layer in enumerate((0, last)):
-        found = model.model.layers[place](states[layer], position_embeddings=angles)
-        pairs[f"layer {layer}"] = (found - states[layer], states[layer + 1] - states[layer])
-    wrong = [name for name, (found, given) in pairs.items() if (found - given).norm() > TOLERANCE * given.norm()]
-    return f"it computes other {wrong[0]}" if wrong else ""
+    for index, layer in enumerate((0, last)):
+        computed = model.model.layers[index](states[layer], position_embeddings=angles)
+        pairs[f"layer {layer}"] = (computed - states[layer], states[layer + 1] - states[layer])
+    differing = [
+        name
+        for name, (computed, expected) in pairs.items()
+        if (computed - expected).norm() > TOLERANCE * expected.norm()
+    ]
+    return f"it computes other {differing[0]}" if differing else ""
 
 
 class PrunedTraining(Training):
@@ -70,14 +74,14 @@ class PrunedTraining(Training):
     def __init__(self, file: Path, pruned: Pruned, choose: Callable[[], Choice], device: str):
         """Continues with the state in `file`, if it exists. Otherwise `choose` gives the layers to keep."""
         torch.manual_seed(0)
-        if kept := training.load(file, device):
-            self.choice = Choice(kept["layers"], kept["distance"])
-            model = _empty(pruned, len(self.choice.layers), kept["is_tied"])
+        if saved_state := training.load(file, device):
+            self.choice = Choice(saved_state["layers"], saved_state["distance"])
+            model = _empty(pruned, len(self.choice.layers), saved_state["is_tied"])
         else:
             self.choice = choose()
             model = build(pruned, self.choice.layers)
         vocabulary = pruned.main.vocabulary
-        super().__init__(file, kept, model, np.arange(vocabulary), vocabulary, device)
+        super().__init__(file, saved_state, model, np.arange(vocabulary), vocabulary, device)
         self.llama = model
 
     def extra_state(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from speculative.convert.draft_training.kind import Kind
 from speculative.convert.draft_training.main_model import MainModel
 from speculative.convert.draft_training.pruned import Pruned
 from speculative.convert.draft_training.state_file import StateFile
-from speculative.convert.draft_training.texts import LEAST, TextFile
+from speculative.convert.draft_training.texts import MIN_TEXTS, TextFile
 from speculative.convert.draft_training.writer import Writer
 from speculative.convert.errors import ConvertError
 from speculative.convert.source import content_hash
@@ -105,10 +105,10 @@ class _Stages:
 
     def run(self) -> None:
         finished = self.options.out / "draft.json"
-        made = json.loads(finished.read_text(encoding="utf-8")) if finished.exists() else {}
-        is_compared = made and {*self.options.compared} <= {*made["verdict"]["compared"]}
-        if is_compared and not self.clock.left("training") and not self.unfinished.exists():
-            print("\n".join(verdict.lines(made["verdict"])))
+        record = json.loads(finished.read_text(encoding="utf-8")) if finished.exists() else {}
+        is_compared = record and {*self.options.compared} <= {*record["verdict"]["compared"]}
+        if is_compared and not self.clock.remaining("training") and not self.unfinished.exists():
+            print("\n".join(verdict.lines(record["verdict"])))
             print(f"{self.options.out} is complete; a larger --minutes continues the training")
             return
         self._require_space()
@@ -131,18 +131,18 @@ class _Stages:
             )
 
     def _write_texts(self) -> None:
-        wanted = self.clock.left("texts") > 0 and self.texts.token_count < self.options.tokens
-        if wanted or not self.texts.is_enough:
-            bar = tqdm(total=round(self.clock.left("texts")), unit="s", desc="texts", mininterval=1)
+        wants_more = self.clock.remaining("texts") > 0 and self.texts.token_count < self.options.tokens
+        if wants_more or not self.texts.is_enough:
+            bar = tqdm(total=round(self.clock.remaining("texts")), unit="s", desc="texts", mininterval=1)
             writer = Writer(self.main.spec, self.longest, self.main.vocabulary, self.prompts, self.texts)
 
             def progress() -> None:
-                bar.n = bar.total - round(self.clock.left("texts"))
+                bar.n = bar.total - round(self.clock.remaining("texts"))
                 bar.set_postfix(texts=len(self.texts.texts), tokens=self.texts.token_count, refresh=False)
                 bar.update(0)
 
             try:
-                writer.write(lambda: self.clock.left("texts"), self.options.tokens, progress)
+                writer.write(lambda: self.clock.remaining("texts"), self.options.tokens, progress)
             finally:
                 bar.close()
         self.texts.close()
@@ -153,11 +153,11 @@ class _Stages:
         """Compute the hidden states and probabilities of texts, of some held-out ones first."""
         todo = [(self.held_out_states, text) for text in self.texts.held_out[len(self.held_out_states) : EVALUATED]]
         todo += [(self.states, text) for text in self.texts.training[len(self.states) :]]
-        if todo and (self.clock.left("states") > 0 or len(self.states) < LEAST):
+        if todo and (self.clock.remaining("states") > 0 or len(self.states) < MIN_TEXTS):
             bar = tqdm(todo, unit=" texts", desc="states", mininterval=1)
             reader = self.kind.reader(self.top)
             for file, text in bar:
-                if not self.clock.left("states") and len(self.states) >= LEAST:
+                if not self.clock.remaining("states") and len(self.states) >= MIN_TEXTS:
                     break
                 if sum(self.states.lengths) < self.options.tokens:
                     file.add(text.tokens, reader.read(text.tokens))
@@ -173,14 +173,14 @@ class _Stages:
             torch.set_num_threads(self.options.threads)
         texts, held_out = self.states.texts(), self.held_out_states.texts()
         training = self.kind.training(self.folder.work / "training.pt", texts, self.options.device)
-        left = self.clock.left("training")
-        seconds = left + self.clock.spent.get("training", 0.0)
+        remaining = self.clock.remaining("training")
+        seconds = remaining + self.clock.spent.get("training", 0.0)
         bar = tqdm(total=round(seconds), unit="s", desc="training", mininterval=1)
-        evaluated = left
+        evaluated = remaining
 
         def progress(loss: float) -> None:
             nonlocal evaluated
-            now = self.clock.left("training")
+            now = self.clock.remaining("training")
             bar.n = bar.total - round(now)
             if evaluated - now > EVALUATE_EVERY:
                 evaluated = now
@@ -189,9 +189,9 @@ class _Stages:
             bar.update(0)
 
         try:
-            if left or not training.is_enough:
+            if remaining or not training.is_enough:
                 self.unfinished.touch()
-                training.run(texts, lambda: self.clock.left("training"), seconds or 1.0, progress)
+                training.run(texts, lambda: self.clock.remaining("training"), seconds or 1.0, progress)
         finally:
             bar.close()
         self.scores = training.evaluate(held_out)

@@ -51,13 +51,13 @@ class StateFile:
 
     def texts(self) -> list[TextStates]:
         """Tokens and reading of each text, as views of the memory-mapped files."""
-        rows, whole = sum(self.lengths), {}
+        rows, columns = sum(self.lengths), {}
         for name, (path, kind, width) in self._columns.items():
             shape = (rows, width)
-            whole[name] = np.memmap(path, kind, "r", shape=shape) if rows * width else np.zeros(shape, kind)
+            columns[name] = np.memmap(path, kind, "r", shape=shape) if rows * width else np.zeros(shape, kind)
         ends = np.cumsum(self.lengths)
         spans = [slice(end - length, end) for end, length in zip(ends, self.lengths, strict=True)]
         return [
-            (whole["tokens"][s, 0], Reading(whole["states"][s], whole["ids"][s], whole["log_probabilities"][s]))
+            (columns["tokens"][s, 0], Reading(columns["states"][s], columns["ids"][s], columns["log_probabilities"][s]))
             for s in spans
         ]

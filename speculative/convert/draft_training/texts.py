@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-LEAST, LEAST_HELD_OUT = 8, 2  # texts to train on, held-out texts
+MIN_TEXTS, MIN_HELD_OUT = 8, 2  # texts to train on, held-out texts
 
 
 class Text(NamedTuple):
@@ -32,17 +32,17 @@ class TextFile:
 
     def __init__(self, path: Path):
         content = path.read_bytes() if path.exists() else b""
-        whole = content[: content.rfind(b"\n") + 1]
-        self.texts = [Text(*json.loads(line)) for line in whole.splitlines()]
-        self._known = {(*text.prompt, *text.answer) for text in self.texts}
+        complete = content[: content.rfind(b"\n") + 1]
+        self.texts = [Text(*json.loads(line)) for line in complete.splitlines()]
+        self._token_ids = {(*text.prompt, *text.answer) for text in self.texts}
         self._file = path.open("ab")
-        self._file.truncate(len(whole))
+        self._file.truncate(len(complete))
 
     def add(self, text: Text) -> None:
         """Append a text, unless it is there already."""
         tokens = (*text.prompt, *text.answer)
-        if tokens not in self._known:
-            self._known.add(tokens)
+        if tokens not in self._token_ids:
+            self._token_ids.add(tokens)
             self.texts.append(text)
             self._file.write(json.dumps(text).encode() + b"\n")
             self._file.flush()
@@ -61,7 +61,7 @@ class TextFile:
     @property
     def is_enough(self) -> bool:
         """Whether there are enough texts for any training."""
-        return len(self.held_out) >= LEAST_HELD_OUT and len(self.training) >= LEAST
+        return len(self.held_out) >= MIN_HELD_OUT and len(self.training) >= MIN_TEXTS
 
     @property
     def token_count(self) -> int:

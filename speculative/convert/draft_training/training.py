@@ -14,8 +14,8 @@ from torch import nn
 from speculative.convert.draft_training.state_file import TextStates
 
 STEP_WEIGHT = 0.8  # of each against the one before, as in EAGLE
-RATE, WARM_UP, LEAST_RATE = 1e-3, 30, 0.05
-LEAST_STEPS = 10  # of the optimizer, however short the time
+RATE, WARM_UP, MIN_RATE = 1e-3, 30, 0.05
+MIN_STEPS = 10  # of the optimizer, however short the time
 CLIP = 0.5
 ROWS = 64  # of logits at a time, for the loss
 BATCH, POOL = 1024, 256  # tokens of a batch, texts whose lengths are compared
@@ -23,13 +23,13 @@ SAVE_EVERY = 60.0  # seconds
 
 
 class Batch(NamedTuple):
-    """Tensors [batch, tokens, ...]; `there` is false for padding."""
+    """Tensors [batch, tokens, ...]; `mask` is false for padding."""
 
     tokens: torch.Tensor
     states: torch.Tensor
     ids: torch.Tensor
     probabilities: torch.Tensor
-    there: torch.Tensor
+    mask: torch.Tensor
 
 
 class Scores(NamedTuple):
@@ -82,10 +82,16 @@ class Training(ABC):
     ahead = 0  # tokens between a row of logits of the first of them and what the main model computes for it
 
     def __init__(
-        self, file: Path, kept: dict | None, model: nn.Module, vocabulary: np.ndarray, main_vocabulary: int, device: str
+        self,
+        file: Path,
+        saved_state: dict | None,
+        model: nn.Module,
+        vocabulary: np.ndarray,
+        main_vocabulary: int,
+        device: str,
     ):
-        """Continues with the state `kept` of `file`, if there is one. `model` gives logits of `vocabulary`, ids of the
-        main model's `main_vocabulary` tokens."""
+        """Continues with the state `saved_state` of `file`, if there is one. `model` gives logits of `vocabulary`, ids
+        of the main model's `main_vocabulary` tokens."""
         self._file, self._device = file, device
         self.model = model.to(device)
         self.vocabulary = vocabulary
@@ -93,12 +99,12 @@ class Training(ABC):
             model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.01, fused=True
         )
         self.steps, self.tokens = 0, 0
-        if kept:
-            model.load_state_dict(kept["model"])
-            self._optimizer.load_state_dict(kept["optimizer"])
-            self.steps, self.tokens = kept["steps"], kept["tokens"]
-        self._place = torch.full((main_vocabulary,), -1, device=device)  # in the draft's vocabulary
-        self._place[torch.from_numpy(vocabulary).to(device)] = torch.arange(len(vocabulary), device=device)
+        if saved_state:
+            model.load_state_dict(saved_state["model"])
+            self._optimizer.load_state_dict(saved_state["optimizer"])
+            self.steps, self.tokens = saved_state["steps"], saved_state["tokens"]
+        self._draft_id_of = torch.full((main_vocabulary,), -1, device=device)  # in the draft's vocabulary
+        self._draft_id_of[torch.from_numpy(vocabulary).to(device)] = torch.arange(len(vocabulary), device=device)
         self._random = np.random.default_rng(self.steps)
         self._has_bf16 = device != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
@@ -117,7 +123,7 @@ class Training(ABC):
     @property
     def is_enough(self) -> bool:
         """Whether the draft was trained at all."""
-        return self.steps >= LEAST_STEPS
+        return self.steps >= MIN_STEPS
 
     def save(self) -> None:
         state = {
@@ -142,13 +148,13 @@ class Training(ABC):
         seconds: float,
         progress: Callable[[float], None],
     ) -> None:
-        """Train until the time is up, at least LEAST_STEPS. `seconds` is the whole time of the training, over all runs.
+        """Train until the time is up, at least MIN_STEPS. `seconds` is the whole time of the training, over all runs.
         Calls `progress` with the loss of each step. The state is saved every minute and at the end, also by Ctrl-C."""
         batches = self._batches(texts)
         saved = time.monotonic()
         try:
-            while (left := seconds_left()) > 0 or not self.is_enough:
-                share = min(1 - left / seconds, self.steps / LEAST_STEPS)
+            while (remaining := seconds_left()) > 0 or not self.is_enough:
+                share = min(1 - remaining / seconds, self.steps / MIN_STEPS)
                 progress(self._step(next(batches), share))
                 if time.monotonic() - saved > SAVE_EVERY:
                     self.save()
@@ -158,25 +164,30 @@ class Training(ABC):
 
     def _step(self, texts: list[TextStates], share: float) -> float:
         """One optimizer step, when `share` of the training is over; returns the loss."""
-        rate = LEAST_RATE + (1 - LEAST_RATE) * (1 + math.cos(math.pi * share)) / 2
+        rate = MIN_RATE + (1 - MIN_RATE) * (1 + math.cos(math.pi * share)) / 2
         for group in self._optimizer.param_groups:
             group["lr"] = self.rate * rate * min(1, (self.steps + 1) / WARM_UP)
         batch = self._batch(texts)
         loss = torch.zeros((), device=self._device)
         for i, logits in enumerate(self._logits(batch)):
-            places, targets, there = self._targets(batch, i)
-            known = targets.masked_fill(places < 0, 0)
-            drafted = there & (places[..., 0] >= 0)  # the most likely token is in the draft vocabulary
-            known = known / known.sum(-1, keepdim=True).clamp(min=1e-6)
-            share_of_row = drafted / drafted.sum().clamp(min=1)
-            rows = logits.flatten(0, 1), places.flatten(0, 1).clamp(min=0), known.flatten(0, 1), share_of_row.flatten()
+            draft_ids, targets, mask = self._targets(batch, i)
+            draft_targets = targets.masked_fill(draft_ids < 0, 0)
+            in_vocabulary = mask & (draft_ids[..., 0] >= 0)  # the most likely token is in the draft vocabulary
+            draft_targets = draft_targets / draft_targets.sum(-1, keepdim=True).clamp(min=1e-6)
+            share_of_row = in_vocabulary / in_vocabulary.sum().clamp(min=1)
+            rows = (
+                logits.flatten(0, 1),
+                draft_ids.flatten(0, 1).clamp(min=0),
+                draft_targets.flatten(0, 1),
+                share_of_row.flatten(),
+            )
             loss = loss + STEP_WEIGHT**i * CrossEntropy.apply(*rows)
         self._optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self._optimizer.step()
         self.steps += 1
-        self.tokens += int(batch.there.sum())
+        self.tokens += int(batch.mask.sum())
         return loss.item()
 
     @torch.no_grad()
@@ -186,11 +197,11 @@ class Training(ABC):
         for text in texts:
             batch = self._batch([text])
             for i, logits in enumerate(self._logits(batch)):
-                places, targets, there = self._targets(batch, i)
-                q = logits.float().softmax(-1).gather(-1, places.clamp(min=0)).masked_fill(places < 0, 0)
-                hits[i] += int((logits.argmax(-1) == places[..., 0])[there].sum())
-                overlap[i] += float(torch.minimum(q, targets).sum(-1)[there].sum())
-                rows[i] += int(there.sum())
+                draft_ids, targets, mask = self._targets(batch, i)
+                q = logits.float().softmax(-1).gather(-1, draft_ids.clamp(min=0)).masked_fill(draft_ids < 0, 0)
+                hits[i] += int((logits.argmax(-1) == draft_ids[..., 0])[mask].sum())
+                overlap[i] += float(torch.minimum(q, targets).sum(-1)[mask].sum())
+                rows[i] += int(mask.sum())
         return Scores((hits / rows.clip(1)).tolist(), (overlap / rows.clip(1)).tolist())
 
     def _logits(self, batch: Batch) -> Iterator[torch.Tensor]:
@@ -204,12 +215,12 @@ class Training(ABC):
         """The main model's most likely tokens after each row of a draft step, as places in the draft vocabulary (-1:
         outside), and their probabilities, [batch, rows, top]; and whether the row is of a text."""
         after = slice(step + self.ahead, None)
-        return self._place[batch.ids[:, after]], batch.probabilities[:, after], batch.there[:, after]
+        return self._draft_id_of[batch.ids[:, after]], batch.probabilities[:, after], batch.mask[:, after]
 
     def _batch(self, texts: list[TextStates]) -> Batch:
         count, longest = len(texts), max(len(tokens) for tokens, _ in texts)
         tokens = np.zeros((count, longest), np.int64)
-        there = np.zeros((count, longest), bool)
+        mask = np.zeros((count, longest), bool)
         parts = []
         for values in zip(*(reading for _, reading in texts), strict=True):
             parts.append(np.zeros((count, longest, values[0].shape[1]), values[0].dtype))
@@ -217,18 +228,18 @@ class Training(ABC):
                 parts[-1][i, : len(value)] = value
         for i, (ids, _) in enumerate(texts):
             tokens[i, : len(ids)] = ids
-            there[i, : len(ids)] = True
+            mask[i, : len(ids)] = True
         states, top, log_p = (torch.from_numpy(part).to(self._device) for part in parts)
-        all_there = torch.from_numpy(there).to(self._device)
+        all_masks = torch.from_numpy(mask).to(self._device)
         all_tokens = torch.from_numpy(tokens).to(self._device)
-        return Batch(all_tokens, states.float(), top.long(), log_p.float().exp(), all_there)
+        return Batch(all_tokens, states.float(), top.long(), log_p.float().exp(), all_masks)
 
     def _batches(self, texts: list[TextStates]) -> Iterator[list[TextStates]]:
         """Endless batches of about BATCH tokens, of texts of similar length, in random order."""
         while True:
             order = self._random.permutation(len(texts))
             batches: list[list[TextStates]] = []
-            for pool in (order[at : at + POOL] for at in range(0, len(order), POOL)):
+            for pool in (order[start : start + POOL] for start in range(0, len(order), POOL)):
                 batch: list[TextStates] = []
                 for i in sorted(pool, key=lambda i: len(texts[i][0])):
                     if batch and (len(batch) + 1) * len(texts[i][0]) > BATCH:
@@ -236,5 +247,5 @@ class Training(ABC):
                         batch = []
                     batch.append(texts[i])
                 batches.append(batch)
-            for place in self._random.permutation(len(batches)):
-                yield batches[place]
+            for index in self._random.permutation(len(batches)):
+                yield batches[index]

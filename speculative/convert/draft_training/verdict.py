@@ -66,22 +66,22 @@ def judge(
     ("": none), at least one, until they or the time are over; texts get up to `longest` tokens. Calls `progress` after
     each."""
     end = time.monotonic() + seconds
-    ways: dict[str, tuple[Decoder, dict]] = {}
+    methods: dict[str, tuple[Decoder, dict]] = {}
     for name, folder in {"": draft, **{other: Path(other) for other in others}}.items():
         decoder = load(main, ModelSpec(folder, main.device, main.properties))
-        ways |= {_fixed(name): (decoder, {"num_assistant_tokens": K}), _adaptive(name): (decoder, {})}
+        methods |= {_fixed(name): (decoder, {"num_assistant_tokens": K}), _adaptive(name): (decoder, {})}
     lookup = load(main, max_ngram_size=LONGEST_MATCH)
     alone = Decoder(lookup.main, stop_token_ids=lookup.stop_token_ids)
-    ways |= {"suffix decoding": (lookup, {}), "main alone": (alone, {})}
-    runs = {mode: {way: Run() for way in ways} for mode in MODES}
+    methods |= {"suffix decoding": (lookup, {}), "main alone": (alone, {})}
+    runs = {mode: {method: Run() for method in methods} for mode in MODES}
     categories: list[str] = []
     for prompt, category in prompts:
         if categories and time.monotonic() > end:
             break
         for mode, options in MODES.items():
-            for way, (decoder, length) in ways.items():
+            for method, (decoder, length) in methods.items():
                 config = GenerationConfig(max_new_tokens=min(NEW_TOKENS, longest - len(prompt)), **options, **length)
-                runs[mode][way].results.append(decoder.generate(prompt, config))
+                runs[mode][method].results.append(decoder.generate(prompt, config))
         categories.append(category)
         progress()
 
@@ -89,22 +89,22 @@ def judge(
         """Of the prompts of some categories."""
         return _figures(
             {
-                way: Run(
+                method: Run(
                     [result for result, category in zip(run.results, categories, strict=True) if category in chosen]
                 )
-                for way, run in runs[mode].items()
+                for method, run in runs[mode].items()
             },
             others,
         )
 
-    named = dict.fromkeys(filter(None, categories))
+    names = dict.fromkeys(filter(None, categories))
     return {
         "held_out_prompts": len(categories),
         "compared": others,
         **{mode: figures(mode, {*categories}) for mode in MODES},
         "categories": {
             name: {"held_out_prompts": categories.count(name), **{mode: figures(mode, {name}) for mode in MODES}}
-            for name in named
+            for name in names
         },
     }
 
@@ -124,29 +124,29 @@ def _figures(runs: dict[str, Run], others: list[str]) -> dict:
     return {
         "acceptance_by_position": positions.pop(""),
         "acceptance_by_position_of_others": positions,
-        "tokens_per_main_pass": {way: round(run.tokens_per_pass, 2) for way, run in runs.items()},
-        "tokens_per_second": {way: round(run.tokens_per_second, 1) for way, run in runs.items()},
+        "tokens_per_main_pass": {method: round(run.tokens_per_pass, 2) for method, run in runs.items()},
+        "tokens_per_second": {method: round(run.tokens_per_second, 1) for method, run in runs.items()},
     }
 
 
 def lines(verdict: dict) -> list[str]:
     """The verdict in words, one line for each way to decode, and one for each category."""
-    found = [f"on {_prompts(verdict['held_out_prompts'], 'held-out ')}:"]
+    report = [f"on {_prompts(verdict['held_out_prompts'], 'held-out ')}:"]
     for mode in MODES:
         figures = verdict[mode]
-        found.append(f"  {mode}: acceptance by position {_shares(figures['acceptance_by_position'])}")
+        report.append(f"  {mode}: acceptance by position {_shares(figures['acceptance_by_position'])}")
         for other, shares in figures["acceptance_by_position_of_others"].items():
-            found.append(f"    of {other}: {_shares(shares)}")
+            report.append(f"    of {other}: {_shares(shares)}")
         width = max(map(len, figures["tokens_per_second"]))
-        for way, speed in figures["tokens_per_second"].items():
-            passes = figures["tokens_per_main_pass"][way]
-            times = f", {_times(figures, way)}" if way != "main alone" else ""
-            found.append(f"    {way:{width}} {passes:.2f} tokens per forward pass, {speed:.0f} tokens/s{times}")
+        for method, speed in figures["tokens_per_second"].items():
+            passes = figures["tokens_per_main_pass"][method]
+            times = f", {_times(figures, method)}" if method != "main alone" else ""
+            report.append(f"    {method:{width}} {passes:.2f} tokens per forward pass, {speed:.0f} tokens/s{times}")
         for name, part in verdict["categories"].items():
             shares = _shares(part[mode]["acceptance_by_position"])
             prompts = _prompts(part["held_out_prompts"])
-            found.append(f"    {name} ({prompts}): acceptance {shares}; the draft {_times(part[mode], 'draft')}")
-    return found
+            report.append(f"    {name} ({prompts}): acceptance {shares}; the draft {_times(part[mode], 'draft')}")
+    return report
 
 
 def _prompts(count: int, kind: str = "") -> str:
@@ -157,6 +157,6 @@ def _shares(values: list[float]) -> str:
     return ", ".join(f"{value:.2f}" for value in values)
 
 
-def _times(figures: dict, way: str) -> str:
+def _times(figures: dict, method: str) -> str:
     alone = figures["tokens_per_second"]["main alone"]
-    return f"{figures['tokens_per_second'][way] / alone if alone else 1:.2f} times the main model alone"
+    return f"{figures['tokens_per_second'][method] / alone if alone else 1:.2f} times the main model alone"

@@ -18,12 +18,12 @@ from speculative.models.spec import ModelSpec
 from speculative.sampling.params import stop_ids_of
 from speculative.sequence.prompt import encode
 
-TOGETHER = 32  # texts
+BATCH_SIZE = 32  # texts
 TURN_TEMPERATURES, TURN_TOP_P = (0.7, 1.0), 0.9
 TEMPERATURES = (0.0, 0.7, 1.0)
 HELD_OUT = 10  # one prompt in so many is held out
-SHORTEST = 8  # tokens of an answer that is kept
-FRUITLESS = 1000  # texts that may be begun without reaching the least
+MIN_ANSWER = 8  # tokens of an answer that is kept
+MAX_ATTEMPTS = 1000  # texts that may be begun without reaching the least
 
 
 class Part(NamedTuple):
@@ -52,38 +52,38 @@ class Writer:
         self._vocabulary = vocabulary
         self._random = np.random.default_rng()  # new texts, also where an earlier training had the same prompts
         self._file = file
-        self._begun = itertools.count()
+        self._request_ids = itertools.count()
         self._too_long = 0  # prompts that the model wrote in vain
-        given = [(encode(prompt.text, self._tokenizer).tolist(), prompt.category) for prompt in prompts]
-        different = {tuple(ids): category for ids, category in given if len(ids) <= longest - SHORTEST}
-        self._prompts = [([*ids], category) for ids, category in different.items()]
+        encoded = [(encode(prompt.text, self._tokenizer).tolist(), prompt.category) for prompt in prompts]
+        unique = {tuple(ids): category for ids, category in encoded if len(ids) <= longest - MIN_ANSWER}
+        self._prompts = [([*ids], category) for ids, category in unique.items()]
         self._held_out = held_out(self._prompts)
-        self._places = self._each_in_turn()
-        if prompts and len(self._prompts) < beginnings.LEAST_PROMPTS:
+        self._prompt_order = self._shuffled_indices()
+        if prompts and len(self._prompts) < beginnings.MIN_PROMPTS:
             raise ConvertError(
-                f"only {len(self._prompts)} prompts have at most {longest - SHORTEST} tokens; give shorter ones, or a "
-                "greater --length",
+                f"only {len(self._prompts)} prompts have at most {longest - MIN_ANSWER} tokens; give shorter ones, or "
+                "a greater --length",
                 2,
             )
 
-    def write(self, seconds_left: Callable[[], float], most_tokens: int, progress: Callable[[], None]) -> None:
-        """Write until the time is up or there are `most_tokens`, but at least a few texts. Calls `progress` often.
+    def write(self, seconds_left: Callable[[], float], max_tokens: int, progress: Callable[[], None]) -> None:
+        """Write until the time is up or there are `max_tokens`, but at least a few texts. Calls `progress` often.
 
         Raises ConvertError if the model does not write different texts.
         """
         running: list[Part] = []
-        begun = 0
+        started = 0
         try:
-            while not self._file.is_enough or (seconds_left() > 0 and self._file.token_count < most_tokens):
-                if begun > FRUITLESS and not self._file.is_enough:
-                    much = 2 * self._too_long >= begun - len(running)  # of those that ended
+            while not self._file.is_enough or (seconds_left() > 0 and self._file.token_count < max_tokens):
+                if started > MAX_ATTEMPTS and not self._file.is_enough:
+                    mostly_too_long = 2 * self._too_long >= started - len(running)  # of those that ended
                     raise ConvertError(
-                        f"the main model wrote only {len(self._file.texts)} different texts of at least {SHORTEST} "
-                        f"tokens; give {'a greater --length' if much else 'more prompts, with --prompts'}"
+                        f"the main model wrote only {len(self._file.texts)} different texts of at least {MIN_ANSWER} "
+                        f"tokens; give {'a greater --length' if mostly_too_long else 'more prompts, with --prompts'}"
                     )
-                while len(running) < TOGETHER:
+                while len(running) < BATCH_SIZE:
                     running.append(self._begin())
-                    begun += 1
+                    started += 1
                 self._pipeline.step()
                 running = [part for part in map(self._advance, running) if part]
                 progress()
@@ -97,8 +97,8 @@ class Writer:
 
     def _begin(self) -> Part:
         if self._prompts:
-            place = next(self._places)
-            return self._answer(*self._prompts[place], held_out=place in self._held_out)
+            index = next(self._prompt_order)
+            return self._answer(*self._prompts[index], held_out=index in self._held_out)
         opening = beginnings.opening(self._tokenizer, self._vocabulary, self._random)
         temperature = float(self._random.choice(TURN_TEMPERATURES))
         stop_ids = opening.stop_ids | self._stop_ids
@@ -106,7 +106,7 @@ class Writer:
         handle = self._request(beginning, opening.longest, temperature, stop_ids, TURN_TOP_P)
         return Part(handle, opening.prefix, opening.suffix, temperature, held_out=False, category="", tokens=[])
 
-    def _each_in_turn(self) -> Iterator[int]:
+    def _shuffled_indices(self) -> Iterator[int]:
         """Places of the prompts, without end: all of them in random order, and again."""
         while True:
             yield from self._random.permutation(len(self._prompts)).tolist()
@@ -125,7 +125,7 @@ class Writer:
         if part.tokens and part.tokens[-1] in {*self._stop_ids, *part.suffix[:1]}:
             part.tokens.pop()
         prompt = [*part.prompt, *part.tokens, *part.suffix]
-        if not part.tokens or len(prompt) > self._longest - SHORTEST:
+        if not part.tokens or len(prompt) > self._longest - MIN_ANSWER:
             self._too_long += bool(part.tokens)
             return None
         return self._answer(prompt, "", held_out=_is_held_out(prompt))
@@ -144,19 +144,19 @@ class Writer:
         if temperature:
             config.do_sample, config.temperature, config.top_p = True, temperature, top_p
             config.rng_seed = int(self._random.integers(2**31))
-        return self._pipeline.add_request(next(self._begun), ov.Tensor(np.array([prompt], np.int64)), config)
+        return self._pipeline.add_request(next(self._request_ids), ov.Tensor(np.array([prompt], np.int64)), config)
 
     def _keep(self, part: Part) -> None:
-        if len(part.tokens) >= SHORTEST:
+        if len(part.tokens) >= MIN_ANSWER:
             self._file.add(Text(part.prompt, part.tokens, part.temperature, part.held_out, part.category))
 
 
 def held_out(prompts: list[tuple[list[int], str]]) -> set[int]:
     """The places of the prompts that are held out, at most a third: one in `HELD_OUT`, the same ones in every set of
     prompts, and the first of each category, which differs between sets if one lacks it."""
-    by_number = sorted(range(len(prompts)), key=lambda place: _number(prompts[place][0]))
-    chosen = [place for place in by_number if _is_held_out(prompts[place][0])]
-    chosen += {prompts[place][1]: place for place in reversed(by_number)}.values()
+    by_number = sorted(range(len(prompts)), key=lambda index: _number(prompts[index][0]))
+    chosen = [index for index in by_number if _is_held_out(prompts[index][0])]
+    chosen += {prompts[index][1]: index for index in reversed(by_number)}.values()
     chosen += by_number[:2]
     return {*[*dict.fromkeys(chosen)][: len(prompts) // 3]}
 

@@ -7,15 +7,15 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
 
 NOT_SERVED = "not_served"  # type of the error for an unknown or unsupported field, whose context has its name
-LABEL = ()  # `off` of a field that labels a request or message without effect on the output: any value is accepted
+LABEL = ()  # `no_effect` of a field that only labels a request or message: any value is accepted
 
 
 class ApiObject(BaseModel):
-    """A JSON object of the API. Nulls, and unsupported fields with one of their `off` values, count as omitted."""
+    """A JSON object of the API. Nulls, and unsupported fields with a value in `no_effect`, count as omitted."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    off: ClassVar[dict[str, tuple]] = {}  # unsupported fields, with the values that change nothing
-    names: ClassVar[frozenset[str]]  # of the fields, in the API
+    no_effect: ClassVar[dict[str, tuple]] = {}  # unsupported fields, with the values that do not change the output
+    names: ClassVar[frozenset[str]]  # API names of the fields
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: object) -> None:
@@ -30,13 +30,13 @@ class ApiObject(BaseModel):
         for name, value in data.items():
             if value is None or name in cls.names:
                 continue
-            off = cls.off.get(name)
-            if off is None or (off != LABEL and value not in off):
-                raise PydanticCustomError(NOT_SERVED, "{problem}", {"name": name, "problem": _problem(off)})
+            no_effect = cls.no_effect.get(name)
+            if no_effect is None or (no_effect != LABEL and value not in no_effect):
+                raise PydanticCustomError(NOT_SERVED, "{problem}", {"name": name, "problem": _problem(no_effect)})
         return {name: value for name, value in data.items() if name in cls.names and value is not None}
 
 
-def _problem(off: tuple | None) -> str:
-    if off is None:
+def _problem(no_effect: tuple | None) -> str:
+    if no_effect is None:
         return "unknown parameter: omit it"
-    return f"only {' or '.join(map(json.dumps, off))} is supported: omit it"
+    return f"only {' or '.join(map(json.dumps, no_effect))} is supported: omit it"

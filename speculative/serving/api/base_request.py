@@ -2,8 +2,8 @@
 
 The server rejects an unsupported field that would change the output, and names it; it rejects a field of the wrong type
 and never converts it. It accepts and ignores fields that only label a request (`user`, `metadata`, ...), nulls, and
-values that select the default behaviour (`off`). It reports only the first invalid element of a list, so a million
-invalid elements cost no more than one.
+values that select the default behaviour (`no_effect`). It reports only the first invalid element of a list, so that a
+million invalid elements cost no more than one.
 """
 
 import re
@@ -14,14 +14,14 @@ from openvino_genai import GenerationConfig
 from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema, model_validator
 
 from speculative.serving.api.api_object import LABEL, ApiObject
-from speculative.serving.api.errors import shown
+from speculative.serving.api.errors import shorten
 from speculative.serving.api.structured_output import Structure, StructuredOutputs
 from speculative.serving.api.tool_calls import ToolFormat
 
-MOST_TEXTS = 128  # as n in the API; and prompts of a request
-MOST_LOGPROBS = 20  # most probable tokens at each place
-MOST_BIASES = 1024
-MOST_MIN_P = 1 - 2**-24  # the largest float32 below 1
+MAX_TEXTS = 128  # as n in the API; and prompts of a request
+MAX_LOGPROBS = 20  # most probable tokens at each place
+MAX_BIASES = 1024
+MAX_MIN_P = 1 - 2**-24  # the largest float32 below 1
 SEED_BITS = 2**64 - 1  # maps the API's seeds, which may be negative, to unsigned ones
 TOKEN_ID = re.compile(r"[0-9]{1,9}", re.ASCII)
 TokenId = Annotated[int, Field(ge=0, lt=10**9)]
@@ -30,7 +30,7 @@ BIASES = {
     "type": "object",
     "patternProperties": {"^[0-9]{1,9}$": {"type": "number", "minimum": -100, "maximum": 100}},
     "additionalProperties": False,
-    "maxProperties": MOST_BIASES,
+    "maxProperties": MAX_BIASES,
 }
 STOPS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "maxItems": 4}]}
 
@@ -41,7 +41,7 @@ class StreamOptions(ApiObject):
     include_obfuscation: bool | None = None  # accepted, but nothing is obfuscated
 
 
-def few_and_not_empty(stop: Any) -> Any:
+def validate_stop(stop: Any) -> Any:
     """Validate stop strings and return them as a list."""
     stops = [stop] if isinstance(stop, str) else stop
     if not isinstance(stops, list):
@@ -57,26 +57,26 @@ def few_and_not_empty(stop: Any) -> Any:
     return stops
 
 
-def biases(given: Any) -> Any:
+def validate_logit_bias(biases: Any) -> Any:
     """Validate biases by token id, and return them with integer keys."""
-    if not isinstance(given, dict):
+    if not isinstance(biases, dict):
         raise ValueError("should be an object with a bias from -100 to 100 for each token id")
-    if len(given) > MOST_BIASES:
-        raise ValueError(f"at most {MOST_BIASES} tokens are allowed, not {len(given)}")
-    for token, bias in given.items():
+    if len(biases) > MAX_BIASES:
+        raise ValueError(f"at most {MAX_BIASES} tokens are allowed, not {len(biases)}")
+    for token, bias in biases.items():
         if not TOKEN_ID.fullmatch(token):
-            raise ValueError(f"{shown(repr(token))} is not a token id")
+            raise ValueError(f"{shorten(repr(token))} is not a token id")
         if type(bias) not in (int, float) or not -100 <= bias <= 100:
             raise ValueError(f"the bias of token {token} should be a number from -100 to 100")
-    return {int(token): bias for token, bias in given.items()}
+    return {int(token): bias for token, bias in biases.items()}
 
 
-def all_tokens(top_k: Any) -> Any:
+def normalize_top_k(top_k: Any) -> Any:
     """Convert 0 and -1, which mean all tokens in vLLM, to None."""
     return None if top_k in (0, -1) else top_k
 
 
-TopK = Annotated[int | None, Field(ge=1, le=2**31), BeforeValidator(all_tokens)]
+TopK = Annotated[int | None, Field(ge=1, le=2**31), BeforeValidator(normalize_top_k)]
 
 
 class BaseRequest(ApiObject):
@@ -86,7 +86,7 @@ class BaseRequest(ApiObject):
     prompt_name: ClassVar[str] = "prompt"
     continues_prompt: ClassVar[bool] = False  # the text follows that of the prompt
 
-    off: ClassVar[dict[str, tuple]] = {
+    no_effect: ClassVar[dict[str, tuple]] = {
         # OpenAI's
         "metadata": LABEL,
         "prompt_cache_retention": LABEL,
@@ -109,15 +109,15 @@ class BaseRequest(ApiObject):
     model: str
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    n: int | None = Field(None, ge=1, le=MOST_TEXTS)
+    n: int | None = Field(None, ge=1, le=MAX_TEXTS)
     max_tokens: int | None = Field(None, ge=1, le=2**31)
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Annotated[list[str], BeforeValidator(few_and_not_empty), WithJsonSchema(STOPS)] = Field([])
+    stop: Annotated[list[str], BeforeValidator(validate_stop), WithJsonSchema(STOPS)] = Field([])
     frequency_penalty: float | None = Penalty
     presence_penalty: float | None = Penalty
-    logit_bias: Annotated[dict[int, float], BeforeValidator(biases), WithJsonSchema(BIASES)] = Field({})
+    logit_bias: Annotated[dict[int, float], BeforeValidator(validate_logit_bias), WithJsonSchema(BIASES)] = Field({})
     prompt_cache_key: str | None = None  # prefix-cache entries are shared only by requests with the same key
     # extensions, named as in vLLM
     top_k: TopK = None
@@ -126,12 +126,12 @@ class BaseRequest(ApiObject):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     min_tokens: int | None = Field(None, ge=0, le=2**31)
-    prompt_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
-    stop_token_ids: Annotated[list[TokenId], FailFast()] = Field([], max_length=MOST_TEXTS)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    stop_token_ids: Annotated[list[TokenId], FailFast()] = Field([], max_length=MAX_TEXTS)
     structured_outputs: StructuredOutputs | None = None
 
     @model_validator(mode="after")
-    def options_of_a_stream(self) -> "BaseRequest":
+    def check_stream_options(self) -> "BaseRequest":
         if self.stream_options and not self.stream:
             raise ValueError("stream_options requires stream=true")
         if self.prompt_logprobs is not None and self.stream:
@@ -139,16 +139,16 @@ class BaseRequest(ApiObject):
         return self
 
     @property
-    def has_no_text(self) -> bool:
+    def echoes_only(self) -> bool:
         """Whether the response has no text but the echoed prompt."""
         return False
 
     @property
-    def wanted_tokens(self) -> int | None:
+    def requested_tokens(self) -> int | None:
         return self.max_tokens
 
-    def structure(self, form: ToolFormat | None) -> Structure | None:
-        """The constraint on the output. `form` is the format of the model's tool calls."""
+    def structure(self, tool_format: ToolFormat | None) -> Structure | None:
+        """The constraint on the output. `tool_format` is the format of the model's tool calls."""
         return self.structured_outputs.structure if self.structured_outputs else None
 
     def config(self, max_new_tokens: int) -> GenerationConfig:
@@ -162,7 +162,7 @@ class BaseRequest(ApiObject):
             config.top_p = max(1.0 if self.top_p is None else self.top_p, 1e-9)  # smaller values are 0 in float32
             if self.top_k is not None:
                 config.top_k = self.top_k
-            config.min_p = min(self.min_p or 0.0, MOST_MIN_P)
+            config.min_p = min(self.min_p or 0.0, MAX_MIN_P)
         config.repetition_penalty = self.repetition_penalty or 1.0
         config.frequency_penalty = self.frequency_penalty or 0.0
         config.presence_penalty = self.presence_penalty or 0.0
@@ -170,45 +170,45 @@ class BaseRequest(ApiObject):
         config.include_stop_str_in_output = bool(self.include_stop_str_in_output)
         config.ignore_eos = bool(self.ignore_eos)
         config.min_new_tokens = self.min_tokens or 0
-        if self.top is not None or self.texts > self.choices_of_prompt:
-            config.logprobs = max(self.top or 0, 1)
+        if self.num_logprobs is not None or self.texts_per_prompt > self.choices_per_prompt:
+            config.logprobs = max(self.num_logprobs or 0, 1)
         config.apply_chat_template = False
         return config
 
-    def prompts(self, form: ToolFormat | None) -> list:
-        """The prompts, as input of a decoder's `encode`. `form` is the format of the model's tool calls."""
+    def prompts(self, tool_format: ToolFormat | None) -> list:
+        """The prompts, as input of a decoder's `encode`. `tool_format` is the format of the model's tool calls."""
         raise NotImplementedError
 
     @property
-    def number_of_prompts(self) -> int:
+    def num_prompts(self) -> int:
         return 1
 
     @property
-    def repeated(self) -> list:
+    def echoed_prompts(self) -> list:
         """The prompts to echo in the choices."""
         return []
 
     @property
-    def choices_of_prompt(self) -> int:
+    def choices_per_prompt(self) -> int:
         """The number of choices in the response for each prompt."""
         return self.n or 1
 
     @property
-    def texts(self) -> int:
+    def texts_per_prompt(self) -> int:
         """The number of texts to generate for each prompt."""
-        return self.choices_of_prompt
+        return self.choices_per_prompt
 
     @property
-    def all_texts(self) -> int:
-        return self.number_of_prompts * self.texts
+    def total_texts(self) -> int:
+        return self.num_prompts * self.texts_per_prompt
 
     @property
-    def top(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         """The requested number of most probable tokens per position; None without log-probabilities."""
         raise NotImplementedError
 
     @property
-    def top_of_prompt(self) -> int | None:
+    def num_prompt_logprobs(self) -> int | None:
         """Likewise, of the prompt."""
         return self.prompt_logprobs
 

@@ -5,15 +5,15 @@ from typing import Annotated, ClassVar
 from openvino_genai import ChatHistory, StructuredOutputConfig
 from pydantic import FailFast, Field, ValidationInfo, field_validator, model_validator
 
-from speculative.serving.api.base_request import MOST_LOGPROBS, BaseRequest
+from speculative.serving.api.base_request import MAX_LOGPROBS, BaseRequest
 from speculative.serving.api.messages import Message
 from speculative.serving.api.structured_output import ResponseFormat, Structure
-from speculative.serving.api.tool_calls import ToolFormat, ToolParser, forced
-from speculative.serving.api.tools import MOST_TOOLS, NamedTool, Tool, ToolChoice, check_choice, check_names
+from speculative.serving.api.tool_calls import ToolFormat, ToolParser, forced_calls_tag
+from speculative.serving.api.tools import MAX_TOOLS, NamedTool, Tool, ToolChoice, check_choice, check_names
 
 
 class ChatCompletionRequest(BaseRequest):
-    off: ClassVar[dict[str, tuple]] = BaseRequest.off | {
+    no_effect: ClassVar[dict[str, tuple]] = BaseRequest.no_effect | {
         "add_special_tokens": (False,),
         "function_call": ("none", "auto"),
         "functions": ([],),
@@ -27,80 +27,81 @@ class ChatCompletionRequest(BaseRequest):
 
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31)
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], FailFast()] = Field([], max_length=MOST_TOOLS)
+    tools: Annotated[list[Tool], FailFast()] = Field([], max_length=MAX_TOOLS)
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
-    def top_of_logprobs(self) -> "ChatCompletionRequest":
+    def check_top_logprobs(self) -> "ChatCompletionRequest":
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs requires logprobs=true")
         return self
 
     @model_validator(mode="after")
-    def one_structure(self) -> "ChatCompletionRequest":
+    def check_structured_outputs(self) -> "ChatCompletionRequest":
         if self.structured_outputs and self.response_format and self.response_format.structure:
             raise ValueError("response_format and structured_outputs exclude each other: send one of them")
-        if self.structured_outputs and self.offered:
+        if self.structured_outputs and self.callable_tools:
             raise ValueError("structured_outputs and tools exclude each other: send one of them")
         return self
 
     @field_validator("tools")
     @classmethod
-    def with_names_of_their_own(cls, tools: list[Tool]) -> list[Tool]:
+    def check_tool_names(cls, tools: list[Tool]) -> list[Tool]:
         check_names([tool.function.name for tool in tools])
         return tools
 
     @field_validator("tool_choice")
     @classmethod
-    def among_the_tools(cls, choice: ToolChoice, info: ValidationInfo) -> ToolChoice:
+    def check_tool_choice(cls, choice: ToolChoice, info: ValidationInfo) -> ToolChoice:
         names = [tool.function.name for tool in info.data.get("tools", ())]
         check_choice(choice.function.name if isinstance(choice, NamedTool) else None, choice == "required", names)
         return choice
 
     @property
-    def offered(self) -> list[Tool]:
+    def callable_tools(self) -> list[Tool]:
         """The tools that the model may call."""
         return [] if self.tool_choice == "none" else self.tools
 
     @property
-    def wanted_tokens(self) -> int | None:
+    def requested_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
-    def structure(self, form: ToolFormat | None) -> Structure | None:
-        answer = self.response_format.schema_text if self.response_format else None
-        if form and self.offered and (answer or self.tool_choice != "auto"):
-            wanted = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
-            functions = {tool.function.name: tool.function.schema_text for tool in self.offered}
-            functions = {name: schema for name, schema in functions.items() if wanted in (None, name)}
-            several = not wanted and self.parallel_tool_calls is not False
-            tag = forced(form, functions, several, answer if self.tool_choice == "auto" else None)
+    def structure(self, tool_format: ToolFormat | None) -> Structure | None:
+        answer_schema = self.response_format.schema_text if self.response_format else None
+        if tool_format and self.callable_tools and (answer_schema or self.tool_choice != "auto"):
+            chosen_name = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+            functions = {tool.function.name: tool.function.schema_text for tool in self.callable_tools}
+            functions = {name: schema for name, schema in functions.items() if chosen_name in (None, name)}
+            multiple = not chosen_name and self.parallel_tool_calls is not False
+            text_schema = answer_schema if self.tool_choice == "auto" else None
+            tag = forced_calls_tag(tool_format, functions, multiple, text_schema)
             config = StructuredOutputConfig(structural_tags_config=tag)
             return Structure("tools", config, forces_calls=self.tool_choice != "auto")
-        return (self.response_format and self.response_format.structure) or super().structure(form)
+        return (self.response_format and self.response_format.structure) or super().structure(tool_format)
 
-    def parser(self, form: ToolFormat | None) -> ToolParser | None:
+    def parser(self, tool_format: ToolFormat | None) -> ToolParser | None:
         """A parser of the tool calls in a text."""
-        names = {tool.function.name for tool in self.offered}
-        return ToolParser(form, names, self.parallel_tool_calls is not False) if form and names else None
+        names = {tool.function.name for tool in self.callable_tools}
+        return ToolParser(tool_format, names, self.parallel_tool_calls is not False) if tool_format and names else None
 
-    def history(self, form: ToolFormat | None) -> ChatHistory:
+    def history(self, tool_format: ToolFormat | None) -> ChatHistory:
         """The messages and tools, as input of a chat template."""
         history = ChatHistory([message.plain() for message in self.messages])
-        if form and self.offered:
-            tools = [tool.model_dump(exclude_none=True) for tool in self.offered]
-            if form.variable == "tools":
+        if tool_format and self.callable_tools:
+            tools = [tool.model_dump(exclude_none=True) for tool in self.callable_tools]
+            if tool_format.variable == "tools":
                 history.set_tools(tools)
             else:
-                history.set_extra_context({form.variable: tools})
+                history.set_extra_context({tool_format.variable: tools})
         return history
 
-    def prompts(self, form: ToolFormat | None) -> list:
-        return [self.history(form)]
+    def prompts(self, tool_format: ToolFormat | None) -> list:
+        return [self.history(tool_format)]
 
     @property
-    def top(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None

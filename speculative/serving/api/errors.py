@@ -11,7 +11,7 @@ from speculative.sequence.prompt import TextTooLong
 from speculative.serving.api.api_object import NOT_SERVED
 
 PYDANTIC_WORDS = re.compile(r"^(Value error, |(Input|List|String|Dictionary) (?=should))| after validation, not \d+$")
-SHOWN = 100  # maximum length of client input in an error message, in characters
+MAX_SHOWN = 100  # maximum length of client input in an error message, in characters
 
 
 class ApiError(HTTPException):
@@ -34,7 +34,7 @@ class ApiError(HTTPException):
         return JSONResponse(self.body, self.status_code, self.headers)
 
 
-def too_long(error: TextTooLong, param: str) -> ApiError:
+def prompt_too_long(error: TextTooLong, param: str) -> ApiError:
     """The response to a text that the tokenizer would cut."""
     return ApiError(400, f"{param}: {error}.", "context_length_exceeded", param)
 
@@ -47,16 +47,16 @@ def _type(status: int) -> str:
     )
 
 
-def shown(text: str) -> str:
+def shorten(text: str) -> str:
     """Shorten client input for an error message."""
-    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
 
 
-def described(error: Mapping[str, Any]) -> tuple[str, str]:
+def describe_error(error: Mapping[str, Any]) -> tuple[str, str]:
     """Return the parameter of a pydantic error in the API's notation (`messages[0].content`), and the problem."""
     location = (*error["loc"], error["ctx"]["name"]) if error["type"] == NOT_SERVED else error["loc"]
     parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
-    place = shown("".join(parts).removeprefix("."))
+    place = shorten("".join(parts).removeprefix("."))
     if error["type"] == "missing":
         return place, "is required"
     if error["type"] in ("model_type", "model_attributes_type"):

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, FailFast, ValidationError, WithJsonSchema, model_validator
 
 from speculative.serving.api.api_object import LABEL, ApiObject
-from speculative.serving.api.errors import described
+from speculative.serving.api.errors import describe_error
 from speculative.serving.api.tools import ToolCall
 
 TEXT_PART = {
@@ -17,13 +17,13 @@ TEXT_OR_PARTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": TEXT_P
 
 
 class TextPart(ApiObject):
-    off: ClassVar[dict[str, tuple]] = {"cache_control": LABEL}
+    no_effect: ClassVar[dict[str, tuple]] = {"cache_control": LABEL}
 
     type: Literal["text"]
     text: str
 
 
-def joined(content: Any) -> Any:
+def join_text_parts(content: Any) -> Any:
     """Concatenate the texts of a list of content parts. Raises ValueError if a part is not a text part."""
     if not isinstance(content, list):
         return content
@@ -32,13 +32,13 @@ def joined(content: Any) -> Any:
         try:
             texts.append(TextPart.model_validate(part).text)
         except ValidationError as error:
-            place, problem = described(error.errors(include_url=False)[0])
+            place, problem = describe_error(error.errors(include_url=False)[0])
             raise ValueError(f"part {i} is not a text part: {place}{': ' if place else ''}{problem}") from None
     return "".join(texts)
 
 
 class Message(ApiObject):
-    off: ClassVar[dict[str, tuple]] = {
+    no_effect: ClassVar[dict[str, tuple]] = {
         "refusal": ("",),
         "function_call": ({},),
         "audio": ({},),
@@ -49,14 +49,14 @@ class Message(ApiObject):
     }
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(joined), WithJsonSchema(TEXT_OR_PARTS)]
+    content: Annotated[str, BeforeValidator(join_text_parts), WithJsonSchema(TEXT_OR_PARTS)]
     name: str | None = None
     tool_calls: Annotated[list[ToolCall] | None, FailFast()] = None
     tool_call_id: str | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def as_its_role_allows(cls, data: Any) -> Any:
+    def check_role(cls, data: Any) -> Any:
         """Only an answer may be empty and have calls; only the result of a call has its id."""
         if not isinstance(data, dict):
             return data

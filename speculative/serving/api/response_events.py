@@ -17,19 +17,19 @@ from speculative.serving.engine.engine_thread import GenerationHandle
 
 
 class ResponsesBuilder:
-    """Builds the response to `asked`, whose text the only one of `jobs` generates, in `ResponseBuilder`'s interface.
+    """Builds the response to `request`, whose text the only one of `jobs` generates, in `ResponseBuilder`'s interface.
     `parser` finds the tool calls in it."""
 
     def __init__(
-        self, asked: ResponsesRequest, model: str, jobs: Sequence[GenerationHandle], parser: ToolParser | None = None
+        self, request: ResponsesRequest, model: str, jobs: Sequence[GenerationHandle], parser: ToolParser | None = None
     ):
         self._jobs = jobs
         self._parser = parser
         self._items: list[dict[str, Any]] = []  # all but the last are complete
         self._finish_reason: str | None = None
-        self._number = 0  # of the next event
-        choice = asked.tool_choice
-        text_format = asked.text_format and asked.text_format.model_dump(by_alias=True, exclude_none=True)
+        self._sequence_number = 0  # of the next event
+        choice = request.tool_choice
+        text_format = request.text_format and request.text_format.model_dump(by_alias=True, exclude_none=True)
         self._response: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
@@ -37,24 +37,24 @@ class ResponsesBuilder:
             "status": "in_progress",
             "error": None,
             "incomplete_details": None,
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
             "metadata": {},
             "model": model,
             "output": [],
-            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
-            "temperature": 1.0 if asked.temperature is None else asked.temperature,
+            "temperature": 1.0 if request.temperature is None else request.temperature,
             "text": {"format": text_format or {"type": "text"}},
             "tool_choice": choice.model_dump() if isinstance(choice, NamedFunction) else choice,
-            "tools": [tool.model_dump(exclude_none=True) for tool in asked.tools],
-            "top_p": 1.0 if asked.top_p is None else asked.top_p,
+            "tools": [tool.model_dump(exclude_none=True) for tool in request.tools],
+            "top_p": 1.0 if request.top_p is None else request.top_p,
             "truncation": "disabled",
             "usage": None,
         }
 
-    def whole(self) -> dict:
+    def full_response(self) -> dict:
         """Return the response."""
         (job,) = self._jobs
         self.piece(0, job.result.text)
@@ -63,8 +63,8 @@ class ResponsesBuilder:
 
     def begin(self) -> bytes:
         """Return the events before the text."""
-        kinds = ("response.created", "response.in_progress")
-        return b"".join(self._event(kind, response=self._response) for kind in kinds)
+        event_types = ("response.created", "response.in_progress")
+        return b"".join(self._event(event_type, response=self._response) for event_type in event_types)
 
     def piece(self, index: int, text: str) -> bytes:
         """Return the events of a piece of the text."""
@@ -75,8 +75,8 @@ class ResponsesBuilder:
         rest = self._events(self._parser.end()) if self._parser else b""
         if not self._items:
             rest += self._begin_item(_message())
-        drops = self._parser is not None and self._parser.drops
-        self._finish_reason = "stop" if drops else finish_reason  # nothing that is kept was cut
+        drops = self._parser is not None and self._parser.drops_calls
+        self._finish_reason = "stop" if drops else finish_reason  # the output that is kept is complete
         return rest + self._end_item("incomplete" if self._finish_reason == "length" else "completed")
 
     def end(self) -> bytes:
@@ -84,18 +84,18 @@ class ResponsesBuilder:
         response = self._finished()
         return self._event(f"response.{response['status']}", response=response)
 
-    def broken(self, error: ApiError) -> bytes:
+    def error_event(self, error: ApiError) -> bytes:
         """Return the last event of a stream that fails."""
         details = error.body["error"]
         return self._event("error", **{name: details[name] for name in ("code", "message", "param")})
 
     def _finished(self) -> dict:
         counts = usage(self._jobs, 1)
-        cut = self._finish_reason == "length"
+        truncated = self._finish_reason == "length"
         return {
             **self._response,
-            "status": "incomplete" if cut else "completed",
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "status": "incomplete" if truncated else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if truncated else None,
             "output": self._items,
             "usage": {
                 "input_tokens": counts["prompt_tokens"],
@@ -109,24 +109,24 @@ class ResponsesBuilder:
             },
         }
 
-    def _events(self, found: Iterable[Event]) -> bytes:
-        """The events of the text and calls that were found."""
+    def _events(self, parsed_events: Iterable[Event]) -> bytes:
+        """The events of parsed text and tool calls."""
         events = b""
-        for one in found:
-            if isinstance(one, Text):
+        for parsed in parsed_events:
+            if isinstance(parsed, Text):
                 if not self._items or self._items[-1]["type"] != "message":
                     events += self._end_item("completed") + self._begin_item(_message())
-                self._items[-1]["content"][0]["text"] += one.text
-                events += self._event("response.output_text.delta", **self._place, delta=one.text, logprobs=[])
-            elif isinstance(one, Call):
-                events += self._end_item("completed") + self._begin_item(_call(one))
-            elif isinstance(one, Arguments):
-                self._items[-1]["arguments"] += one.text
-                events += self._event("response.function_call_arguments.delta", **self._place, delta=one.text)
+                self._items[-1]["content"][0]["text"] += parsed.text
+                events += self._event("response.output_text.delta", **self._indices, delta=parsed.text, logprobs=[])
+            elif isinstance(parsed, Call):
+                events += self._end_item("completed") + self._begin_item(_call(parsed))
+            elif isinstance(parsed, Arguments):
+                self._items[-1]["arguments"] += parsed.text
+                events += self._event("response.function_call_arguments.delta", **self._indices, delta=parsed.text)
         return events
 
     @property
-    def _place(self) -> dict[str, Any]:
+    def _indices(self) -> dict[str, Any]:
         """The indices of the last item and, for a message, of its only part."""
         item = self._items[-1]
         place = {"item_id": item["id"], "output_index": len(self._items) - 1}
@@ -138,7 +138,7 @@ class ResponsesBuilder:
         empty = {**item, "content": []} if is_message else item
         events = self._event("response.output_item.added", output_index=len(self._items) - 1, item=empty)
         if is_message:
-            events += self._event("response.content_part.added", **self._place, part=item["content"][0])
+            events += self._event("response.content_part.added", **self._indices, part=item["content"][0])
         return events
 
     def _end_item(self, status: str) -> bytes:
@@ -149,16 +149,16 @@ class ResponsesBuilder:
         item["status"] = status
         if item["type"] == "message":
             (part,) = item["content"]
-            events = self._event("response.output_text.done", **self._place, text=part["text"], logprobs=[])
-            events += self._event("response.content_part.done", **self._place, part=part)
+            events = self._event("response.output_text.done", **self._indices, text=part["text"], logprobs=[])
+            events += self._event("response.content_part.done", **self._indices, part=part)
         else:
-            events = self._event("response.function_call_arguments.done", **self._place, arguments=item["arguments"])
+            events = self._event("response.function_call_arguments.done", **self._indices, arguments=item["arguments"])
         return events + self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
-    def _event(self, kind: str, **content: Any) -> bytes:
-        data = {"type": kind, "sequence_number": self._number, **content}
-        self._number += 1
-        return f"event: {kind}\ndata: {as_json(data)}\n\n".encode()
+    def _event(self, event_type: str, **content: Any) -> bytes:
+        data = {"type": event_type, "sequence_number": self._sequence_number, **content}
+        self._sequence_number += 1
+        return f"event: {event_type}\ndata: {as_json(data)}\n\n".encode()
 
 
 def _message() -> dict[str, Any]:

@@ -17,10 +17,10 @@ from speculative.serving.api.logprobs import (
     AlignedTokens,
     TokenEntry,
     TokenTexts,
-    mean,
-    of_chat,
-    of_completion,
-    of_prompt,
+    chat_logprobs,
+    completion_logprobs,
+    mean_logprob,
+    prompt_logprob_entries,
 )
 from speculative.serving.api.token_sources import TokenSources, draft_source
 from speculative.serving.api.tool_calls import Call, Event, Text, ToolFormat, ToolParser
@@ -39,12 +39,12 @@ class ChoiceBuilder:
 
     def __init__(self, index: int):
         self.index = index
-        self.due: list[TokenEntry] = []  # tokens whose log-probabilities go with the next text
+        self.pending_logprobs: list[TokenEntry] = []  # tokens whose log-probabilities go with the next text
         self.tokens: AlignedTokens | None = None  # set if log-probabilities are asked for
         self.echo = ""  # the prompt, if the text begins with it
 
-    def whole(self, generation: GenerationResult) -> dict:
-        return self._choice(generation.finish_reason, True, text=self.echo + generation.text)
+    def full_choice(self, generation: GenerationResult) -> dict:
+        return self._choice_fields(generation.finish_reason, True, text=self.echo + generation.text)
 
     def begin(self) -> list[dict]:
         """Return the fields before the text."""
@@ -53,19 +53,19 @@ class ChoiceBuilder:
     def piece(self, text: str) -> list[dict]:
         """Return the fields of a piece of the text: none if it is withheld."""
         text, self.echo = self.echo + text, ""
-        return [self._choice(None, text=text)]
+        return [self._choice_fields(None, text=text)]
 
     def end(self, finish_reason: str) -> list[dict]:
         """Return the fields after the text."""
-        return [self._choice(finish_reason, text=self.echo)]
+        return [self._choice_fields(finish_reason, text=self.echo)]
 
-    def _choice(self, finish_reason: str | None, is_whole: bool = False, **content: object) -> dict:
+    def _choice_fields(self, finish_reason: str | None, is_full: bool = False, **content: object) -> dict:
         """The fields of the choice. Log-probabilities of no tokens are null in a chunk."""
-        entries, self.due = self.due, []
-        logprobs = self._logprobs(self.tokens, entries) if self.tokens and (entries or is_whole) else None
+        entries, self.pending_logprobs = self.pending_logprobs, []
+        logprobs = self._logprobs(self.tokens, entries) if self.tokens and (entries or is_full) else None
         return {"index": self.index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
 
-    _logprobs = staticmethod(of_completion)
+    _logprobs = staticmethod(completion_logprobs)
 
 
 class ChatChoiceBuilder(ChoiceBuilder):
@@ -75,7 +75,7 @@ class ChatChoiceBuilder(ChoiceBuilder):
         super().__init__(index)
         self._parser = parser
 
-    def whole(self, generation: GenerationResult) -> dict:
+    def full_choice(self, generation: GenerationResult) -> dict:
         content, calls = "", []
         for delta in [*self._deltas(generation.text), *self._rest()]:
             content += delta.get("content", "")
@@ -87,17 +87,17 @@ class ChatChoiceBuilder(ChoiceBuilder):
         message: dict = {"role": "assistant", "content": None if calls and not content else content, "refusal": None}
         if calls:
             message["tool_calls"] = calls
-        return self._choice(self._reason(generation.finish_reason), True, message=message)
+        return self._choice_fields(self._reason(generation.finish_reason), True, message=message)
 
     def begin(self) -> list[dict]:
-        return [self._choice(None, delta={"role": "assistant", "content": ""})]
+        return [self._choice_fields(None, delta={"role": "assistant", "content": ""})]
 
     def piece(self, text: str) -> list[dict]:
-        return [self._choice(None, delta=delta) for delta in self._deltas(text)]
+        return [self._choice_fields(None, delta=delta) for delta in self._deltas(text)]
 
     def end(self, finish_reason: str) -> list[dict]:
-        rest = [self._choice(None, delta=delta) for delta in self._rest()]
-        return [*rest, self._choice(self._reason(finish_reason), delta={})]
+        rest = [self._choice_fields(None, delta=delta) for delta in self._rest()]
+        return [*rest, self._choice_fields(self._reason(finish_reason), delta={})]
 
     def _deltas(self, text: str) -> list[dict]:
         return self._as_deltas(self._parser.feed(text)) if self._parser else [{"content": text}]
@@ -121,15 +121,15 @@ class ChatChoiceBuilder(ChoiceBuilder):
     def _reason(self, finish_reason: str) -> str:
         if not self._parser or not self._parser.calls:
             return finish_reason
-        is_complete = finish_reason == "stop" or self._parser.drops  # nothing that is kept was cut
+        is_complete = finish_reason == "stop" or self._parser.drops_calls  # the tool calls that are kept are complete
         return "tool_calls" if is_complete else finish_reason
 
-    _logprobs = staticmethod(of_chat)
+    _logprobs = staticmethod(chat_logprobs)
 
 
-def _choice_builder(asked: BaseRequest, index: int, form: ToolFormat | None) -> ChoiceBuilder:
-    if isinstance(asked, ChatCompletionRequest):
-        return ChatChoiceBuilder(index, asked.parser(form))
+def _choice_builder(request: BaseRequest, index: int, tool_format: ToolFormat | None) -> ChoiceBuilder:
+    if isinstance(request, ChatCompletionRequest):
+        return ChatChoiceBuilder(index, request.parser(tool_format))
     return ChoiceBuilder(index)
 
 
@@ -138,48 +138,55 @@ class ResponseBuilder:
 
     def __init__(
         self,
-        asked: BaseRequest,
+        request: BaseRequest,
         model: str,
         jobs: Sequence[GenerationHandle] = (),
         token_texts: TokenTexts | None = None,
         echoes: Sequence[str] = (),
         sources: Sequence[TokenSources] = (),
-        form: ToolFormat | None = None,
+        tool_format: ToolFormat | None = None,
     ):
-        """`jobs` generate the texts. `token_texts` are required for log-probabilities. `echoes` are the prompts that
-        the choices begin with, if they do, and `sources` those of each choice's tokens, if the chunks tell them.
-        `form` is that of the model's tool calls."""
-        self._asked, self._jobs, self._token_texts, self._sources = asked, jobs, token_texts, sources
-        self._chat = isinstance(asked, ChatCompletionRequest)
-        number = asked.number_of_prompts * asked.choices_of_prompt
-        self.choices = [_choice_builder(asked, index, form) for index in range(number)]
+        """`jobs` generate the texts. `token_texts` are required for log-probabilities. `echoes` are the echoed
+        prompts of the choices, if requested, and `sources` the draft or main origin of each choice's tokens, if the
+        chunks include it. `tool_format` is that of the model's tool calls."""
+        self._request, self._jobs, self._token_texts, self._sources = request, jobs, token_texts, sources
+        self._chat = isinstance(request, ChatCompletionRequest)
+        number = request.num_prompts * request.choices_per_prompt
+        self.choices = [_choice_builder(request, index, tool_format) for index in range(number)]
         for choice, echo in zip(self.choices, echoes, strict=False):
             choice.echo = echo
-        self._usage_last = bool(asked.stream_options and asked.stream_options.include_usage)
+        self._include_usage = bool(request.stream_options and request.stream_options.include_usage)
         self._head = {
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": model,
         }
 
-    def whole(self) -> dict:
+    def full_response(self) -> dict:
         """Return the response."""
-        if self._asked.has_no_text:
+        if self._request.echoes_only:
             for job in self._jobs:
                 job.result.tokens, job.result.logprobs, job.result.text = [], [], ""
                 job.result.finish_reason = "length"
         choices = []
-        for choice, job in zip(self.choices, self._best(), strict=True):
-            self._take(choice, job, job.result.text, last=True)
-            choices.append(choice.whole(job.result))
+        for choice, job in zip(self.choices, self._chosen_jobs(), strict=True):
+            self._add_logprobs(choice, job, job.result.text, last=True)
+            choices.append(choice.full_choice(job.result))
         name = "chat.completion" if self._chat else "text_completion"
-        whole = {**self._head, "object": name, "choices": choices, "usage": usage(self._jobs, self._asked.texts)}
-        if self._token_texts and (top := self._asked.prompt_logprobs) is not None:
-            for index, place in enumerate([whole] if self._chat else choices):
+        response = {
+            **self._head,
+            "object": name,
+            "choices": choices,
+            "usage": usage(self._jobs, self._request.texts_per_prompt),
+        }
+        if self._token_texts and (num_logprobs := self._request.prompt_logprobs) is not None:
+            for index, target in enumerate([response] if self._chat else choices):
                 first = self._first_of_prompt(index)
-                found = first.result.prompt_logprobs
-                place["prompt_logprobs"] = of_prompt(self._token_texts, first.prompt.tolist(), found, top)
-        return whole
+                prompt_logprobs = first.result.prompt_logprobs
+                target["prompt_logprobs"] = prompt_logprob_entries(
+                    self._token_texts, first.prompt.tolist(), prompt_logprobs, num_logprobs
+                )
+        return response
 
     def begin(self) -> bytes:
         """Return the server-sent events before the text."""
@@ -188,24 +195,24 @@ class ResponseBuilder:
     def piece(self, index: int, text: str) -> bytes:
         """Return the events of a piece of the text of choice `index`."""
         if self._token_texts:
-            self._take(self.choices[index], self._jobs[index], text)
+            self._add_logprobs(self.choices[index], self._jobs[index], text)
         return self._chunks(self._with_sources(index, self.choices[index].piece(text)))
 
     def end_choice(self, index: int, finish_reason: str) -> bytes:
         """Return the events after the text of choice `index`."""
         if self._token_texts:
-            self._take(self.choices[index], self._jobs[index], "", last=True)
+            self._add_logprobs(self.choices[index], self._jobs[index], "", last=True)
         return self._chunks(self._with_sources(index, self.choices[index].end(finish_reason), last=True))
 
     def end(self) -> bytes:
         """Return the events after all choices."""
         last = b""
-        if self._usage_last:
-            counts = usage(self._jobs, self._asked.texts)
+        if self._include_usage:
+            counts = usage(self._jobs, self._request.texts_per_prompt)
             last = self._event({**self._chunk_head(), "choices": [], "usage": counts})
         return last + b"data: [DONE]\n\n"
 
-    def broken(self, error: ApiError) -> bytes:
+    def error_event(self, error: ApiError) -> bytes:
         """Return the last event of a stream that fails."""
         return self._event(error.body)
 
@@ -214,36 +221,38 @@ class ResponseBuilder:
             choices[-1]["speculation"] = self._sources[index].take(last)
         return choices
 
-    def _best(self) -> Sequence[GenerationHandle]:
+    def _chosen_jobs(self) -> Sequence[GenerationHandle]:
         """The jobs whose results are the choices: of each prompt, those with the highest log-probability per token."""
-        texts, wanted = self._asked.texts, self._asked.choices_of_prompt
-        if texts == wanted:
+        texts, num_choices = self._request.texts_per_prompt, self._request.choices_per_prompt
+        if texts == num_choices:
             return self._jobs
         of_prompts = [self._jobs[begin : begin + texts] for begin in range(0, len(self._jobs), texts)]
-        return [job for jobs in of_prompts for job in sorted(jobs, key=lambda job: -mean(job.result))[:wanted]]
+        return [
+            job for jobs in of_prompts for job in sorted(jobs, key=lambda job: -mean_logprob(job.result))[:num_choices]
+        ]
 
     def _first_of_prompt(self, index: int) -> GenerationHandle:
         """The first job with the prompt of choice `index`."""
-        return self._jobs[index // self._asked.choices_of_prompt * self._asked.texts]
+        return self._jobs[index // self._request.choices_per_prompt * self._request.texts_per_prompt]
 
-    def _take(self, choice: ChoiceBuilder, job: GenerationHandle, text: str, last: bool = False) -> None:
-        """Send the log-probabilities of the tokens of `text` with it."""
-        if not self._token_texts or (top := self._asked.top) is None:
+    def _add_logprobs(self, choice: ChoiceBuilder, job: GenerationHandle, text: str, last: bool = False) -> None:
+        """Add the log-probabilities of the tokens of `text` to the next output of `choice`."""
+        if not self._token_texts or (num_logprobs := self._request.num_logprobs) is None:
             return
         if not choice.tokens:
-            choice.tokens = AlignedTokens(self._token_texts, top, job.context)
-            if self._asked.repeated:
-                source = job if self._asked.stream else self._first_of_prompt(choice.index)
-                choice.due = choice.tokens.of_prompt(
+            choice.tokens = AlignedTokens(self._token_texts, num_logprobs, job.context)
+            if self._request.echoed_prompts:
+                source = job if self._request.stream else self._first_of_prompt(choice.index)
+                choice.pending_logprobs = choice.tokens.prompt_entries(
                     job.prompt.tolist(),
                     source.result.prompt_logprobs,
                     choice.echo,
-                    has_names=isinstance(self._asked.repeated[choice.index], str),
+                    has_names=isinstance(self._request.echoed_prompts[choice.index], str),
                 )
-        choice.due += choice.tokens.take(job.result, text, last)
+        choice.pending_logprobs += choice.tokens.take(job.result, text, last)
 
     def _chunks(self, choices: Iterable[dict]) -> bytes:
-        usage = {"usage": None} if self._usage_last else {}
+        usage = {"usage": None} if self._include_usage else {}
         return b"".join(self._event({**self._chunk_head(), "choices": [choice], **usage}) for choice in choices)
 
     def _chunk_head(self) -> dict:

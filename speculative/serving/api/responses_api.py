@@ -19,10 +19,10 @@ from pydantic import (
 from speculative.serving.api.api_object import LABEL, ApiObject
 from speculative.serving.api.base_request import TopK
 from speculative.serving.api.chat_completions import ChatCompletionRequest
-from speculative.serving.api.errors import described
+from speculative.serving.api.errors import describe_error
 from speculative.serving.api.structured_output import Schema, Structure
 from speculative.serving.api.tool_calls import ToolFormat
-from speculative.serving.api.tools import CHOICES, MOST_TOOLS, NAME, Function, check_choice, check_names
+from speculative.serving.api.tools import CHOICES, MAX_TOOLS, NAME, Function, check_choice, check_names
 
 PART = {
     "type": "object",
@@ -65,26 +65,26 @@ NAMED = {
 
 
 class Part(ApiObject):
-    off: ClassVar[dict[str, tuple]] = {"annotations": LABEL, "logprobs": LABEL}
+    no_effect: ClassVar[dict[str, tuple]] = {"annotations": LABEL, "logprobs": LABEL}
 
     type: Literal["input_text", "output_text"]
     text: str
 
 
-def joined(content: Any) -> str:
+def join_text_parts(content: Any) -> str:
     """Validate a text or a list of text parts, and return it as a text."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise ValueError("should be a string or a list of text parts")
-    return "".join(checked(Part, part, f"part {i}").text for i, part in enumerate(content))
+    return "".join(validate_part(Part, part, f"part {i}").text for i, part in enumerate(content))
 
 
-Content = Annotated[str, BeforeValidator(joined)]
+Content = Annotated[str, BeforeValidator(join_text_parts)]
 
 
 class Item(ApiObject):
-    off: ClassVar[dict[str, tuple]] = {"id": LABEL, "status": LABEL, "phase": LABEL}
+    no_effect: ClassVar[dict[str, tuple]] = {"id": LABEL, "status": LABEL, "phase": LABEL}
 
 
 class InputMessage(Item):
@@ -92,9 +92,9 @@ class InputMessage(Item):
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
 
-    def add_to(self, messages: list[dict[str, Any]]) -> None:
+    def add_to(self, to_messages: list[dict[str, Any]]) -> None:
         """Add the item to messages of chat completions."""
-        messages.append({"role": self.role, "content": self.content})
+        to_messages.append({"role": self.role, "content": self.content})
 
 
 class InputCall(Item):
@@ -103,12 +103,14 @@ class InputCall(Item):
     name: str
     arguments: str
 
-    def add_to(self, messages: list[dict[str, Any]]) -> None:
+    def add_to(self, to_messages: list[dict[str, Any]]) -> None:
         """Add the call to the assistant's message before it, or to a new one."""
-        if not messages or messages[-1]["role"] != "assistant":
-            messages.append({"role": "assistant", "content": ""})
+        if not to_messages or to_messages[-1]["role"] != "assistant":
+            to_messages.append({"role": "assistant", "content": ""})
         function = {"name": self.name, "arguments": self.arguments}
-        messages[-1].setdefault("tool_calls", []).append({"id": self.call_id, "type": "function", "function": function})
+        to_messages[-1].setdefault("tool_calls", []).append(
+            {"id": self.call_id, "type": "function", "function": function}
+        )
 
 
 class InputCallOutput(Item):
@@ -116,8 +118,8 @@ class InputCallOutput(Item):
     call_id: str
     output: Content
 
-    def add_to(self, messages: list[dict[str, Any]]) -> None:
-        messages.append({"role": "tool", "tool_call_id": self.call_id, "content": self.output})
+    def add_to(self, to_messages: list[dict[str, Any]]) -> None:
+        to_messages.append({"role": "tool", "tool_call_id": self.call_id, "content": self.output})
 
 
 KINDS: dict[Any, type[InputMessage | InputCall | InputCallOutput]] = {
@@ -126,28 +128,30 @@ KINDS: dict[Any, type[InputMessage | InputCall | InputCallOutput]] = {
 }
 
 
-def checked(kind: type, data: Any, name: str) -> Any:
+def validate_part(kind: type, data: Any, name: str) -> Any:
     """Validate a part of the input. Raises ValueError for its first problem."""
     try:
         return kind.model_validate(data)  # type: ignore[attr-defined]
     except ValidationError as error:
-        place, problem = described(error.errors(include_url=False)[0])
+        place, problem = describe_error(error.errors(include_url=False)[0])
         raise ValueError(f"{name}{'.' if place else ''}{place}: {problem}") from None
 
 
-def messages(given: Any) -> list[dict[str, Any]]:
+def to_messages(items: Any) -> list[dict[str, Any]]:
     """Validate the input, a text or a list of items, and return it as messages of chat completions."""
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
-    if not isinstance(given, list):
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    if not isinstance(items, list):
         raise ValueError("should be a string or a list of items")
-    if not given:
+    if not items:
         raise ValueError("the list is empty: send a message")
-    found: list[dict[str, Any]] = []
-    for i, one in enumerate(given):
-        kind = one.get("type") if isinstance(one, dict) else None
-        checked(KINDS.get(kind if isinstance(kind, str) else None, InputMessage), one, f"item {i}").add_to(found)
-    return found
+    messages: list[dict[str, Any]] = []
+    for i, item in enumerate(items):
+        kind = item.get("type") if isinstance(item, dict) else None
+        validate_part(KINDS.get(kind if isinstance(kind, str) else None, InputMessage), item, f"item {i}").add_to(
+            messages
+        )
+    return messages
 
 
 class ResponsesTool(ApiObject):
@@ -168,7 +172,7 @@ class NamedFunction(ApiObject):
     name: str
 
 
-def chosen(choice: Any) -> Any:
+def validate_tool_choice(choice: Any) -> Any:
     """Validate a choice of tools; return the word or the `NamedFunction`."""
     if isinstance(choice, str) and choice in CHOICES:
         return choice
@@ -185,7 +189,7 @@ class TextFormat(ApiObject):
     strict: bool | None = None  # the schema is followed in any case
 
     @model_validator(mode="after")
-    def has_its_schema(self) -> "TextFormat":
+    def check_schema(self) -> "TextFormat":
         if (self.type == "json_schema") != (self.schema_ is not None):
             raise ValueError("schema is required for the type json_schema, and only allowed with it")
         return self
@@ -199,7 +203,7 @@ class TextFormat(ApiObject):
 
 
 class TextOptions(ApiObject):
-    off: ClassVar[dict[str, tuple]] = {"verbosity": ("medium",)}
+    no_effect: ClassVar[dict[str, tuple]] = {"verbosity": ("medium",)}
 
     format: TextFormat | None = None
 
@@ -211,7 +215,7 @@ class ResponsesStreamOptions(ApiObject):
 class Reasoning(ApiObject):
     """Not served: only nulls are accepted."""
 
-    off: ClassVar[dict[str, tuple]] = dict.fromkeys(("effort", "generate_summary", "summary"), (None,))
+    no_effect: ClassVar[dict[str, tuple]] = dict.fromkeys(("effort", "generate_summary", "summary"), (None,))
 
 
 class ResponsesChat(ChatCompletionRequest):
@@ -220,13 +224,17 @@ class ResponsesChat(ChatCompletionRequest):
     limit_name: ClassVar[str] = "max_output_tokens"
     prompt_name: ClassVar[str] = "input"
 
-    def structure(self, form: ToolFormat | None) -> Structure | None:
-        found = super().structure(form)
-        return found if found is None or found.parameter == "tools" else found._replace(parameter="text.format")
+    def structure(self, tool_format: ToolFormat | None) -> Structure | None:
+        structure = super().structure(tool_format)
+        return (
+            structure
+            if structure is None or structure.parameter == "tools"
+            else structure._replace(parameter="text.format")
+        )
 
 
 class ResponsesRequest(ApiObject):
-    off: ClassVar[dict[str, tuple]] = {
+    no_effect: ClassVar[dict[str, tuple]] = {
         "background": (False,),
         "include": ([],),
         "max_tool_calls": LABEL,  # of OpenAI's own tools, which are not served
@@ -240,16 +248,18 @@ class ResponsesRequest(ApiObject):
     }
 
     model: str
-    input: Annotated[list, BeforeValidator(messages), WithJsonSchema(INPUT)]
+    input: Annotated[list, BeforeValidator(to_messages), WithJsonSchema(INPUT)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=2**31)
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
-    tools: Annotated[list[ResponsesTool], FailFast()] = Field([], max_length=MOST_TOOLS)
+    tools: Annotated[list[ResponsesTool], FailFast()] = Field([], max_length=MAX_TOOLS)
     tool_choice: Annotated[
-        str | NamedFunction, BeforeValidator(chosen), WithJsonSchema({"anyOf": [{"enum": list(CHOICES)}, NAMED]})
+        str | NamedFunction,
+        BeforeValidator(validate_tool_choice),
+        WithJsonSchema({"anyOf": [{"enum": list(CHOICES)}, NAMED]}),
     ] = "auto"
     parallel_tool_calls: bool | None = None
     stream: bool | None = None
@@ -263,25 +273,25 @@ class ResponsesRequest(ApiObject):
 
     @field_validator("store")
     @classmethod
-    def nothing_is_stored(cls, store: bool) -> bool:
+    def reject_store(cls, store: bool) -> bool:
         if store:
             raise ValueError("this server stores no responses: send false, or omit it")
         return store
 
     @field_validator("previous_response_id")
     @classmethod
-    def nothing_was_stored(cls, response_id: str) -> str:
+    def reject_previous_response_id(cls, response_id: str) -> str:
         raise ValueError("this server stores no responses: send the earlier messages in input")
 
     @field_validator("tools")
     @classmethod
-    def with_names_of_their_own(cls, tools: list[ResponsesTool]) -> list[ResponsesTool]:
+    def check_tool_names(cls, tools: list[ResponsesTool]) -> list[ResponsesTool]:
         check_names([tool.name for tool in tools])
         return tools
 
     @field_validator("tool_choice")
     @classmethod
-    def among_the_tools(cls, choice: str | NamedFunction, info: ValidationInfo) -> str | NamedFunction:
+    def check_tool_choice(cls, choice: str | NamedFunction, info: ValidationInfo) -> str | NamedFunction:
         names = [tool.name for tool in info.data.get("tools", ())]
         check_choice(choice.name if isinstance(choice, NamedFunction) else None, choice == "required", names)
         return choice
@@ -292,15 +302,24 @@ class ResponsesRequest(ApiObject):
 
     @property
     def chat(self) -> ResponsesChat:
-        first = [] if self.instructions is None else [{"role": "developer", "content": self.instructions}]
-        same = ("model", "temperature", "top_p", "stream", "prompt_cache_key", "seed", "top_k", "parallel_tool_calls")
+        developer_messages = [] if self.instructions is None else [{"role": "developer", "content": self.instructions}]
+        common_fields = (
+            "model",
+            "temperature",
+            "top_p",
+            "stream",
+            "prompt_cache_key",
+            "seed",
+            "top_k",
+            "parallel_tool_calls",
+        )
         choice = self.tool_choice
         if isinstance(choice, NamedFunction):
             choice = {"type": "function", "function": {"name": choice.name}}  # type: ignore[assignment]
         return ResponsesChat.model_validate(
             {
-                **{name: getattr(self, name) for name in same},
-                "messages": [*first, *self.input],
+                **{name: getattr(self, name) for name in common_fields},
+                "messages": [*developer_messages, *self.input],
                 "max_completion_tokens": self.max_output_tokens,
                 "response_format": self.text_format.response_format if self.text_format else None,
                 "tools": [tool.plain for tool in self.tools],

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, mod
 
 from speculative.serving.api.api_object import ApiObject
 
-MOST_CHARACTERS = 65_536  # of a schema as JSON, of a regular expression, of a grammar
+MAX_CHARACTERS = 65_536  # of a schema as JSON, of a regular expression, of a grammar
 # Between the parts of JSON: nothing, a space, or one or two line ends and indentation, as in llama.cpp. Small models
 # fill what is unlimited with whitespace until max_tokens.
 WHITESPACE = {"whitespace_pattern": r" |\n{1,2}[ \t]{0,20}"}
@@ -25,18 +25,18 @@ class Structure(NamedTuple):
     forces_calls: bool = False  # of tools: nothing else is allowed
 
 
-def small(value: Any) -> Any:
+def check_size(value: Any) -> Any:
     """Validate the size of a JSON schema or of a list of texts."""
     try:
         size = len(json.dumps(value))
     except RecursionError:
         raise ValueError("is nested too deeply") from None
-    if size > MOST_CHARACTERS:
-        raise ValueError(f"has {size} characters as JSON, but at most {MOST_CHARACTERS} are allowed")
+    if size > MAX_CHARACTERS:
+        raise ValueError(f"has {size} characters as JSON, but at most {MAX_CHARACTERS} are allowed")
     return value
 
 
-def from_text(schema: Any) -> Any:
+def parse_schema(schema: Any) -> Any:
     """Parse a schema that is a string."""
     try:
         return json.loads(schema) if isinstance(schema, str) else schema
@@ -49,11 +49,11 @@ def with_whitespace(schema: dict[str, Any], options: dict[str, Any] = WHITESPACE
     return json.dumps({"x-guidance": options, **schema})
 
 
-Schema = Annotated[dict[str, Any], AfterValidator(small)]
+Schema = Annotated[dict[str, Any], AfterValidator(check_size)]
 SchemaOrText = Annotated[
-    Schema | None, BeforeValidator(from_text), WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}]})
+    Schema | None, BeforeValidator(parse_schema), WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}]})
 ]
-Source = Annotated[str | None, Field(max_length=MOST_CHARACTERS)]
+Source = Annotated[str | None, Field(max_length=MAX_CHARACTERS)]
 
 
 class JsonSchema(ApiObject):
@@ -68,7 +68,7 @@ class ResponseFormat(ApiObject):
     json_schema: JsonSchema | None = None
 
     @model_validator(mode="after")
-    def has_its_schema(self) -> "ResponseFormat":
+    def check_schema(self) -> "ResponseFormat":
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise ValueError("json_schema is required for the type json_schema, and only allowed with it")
         return self
@@ -92,11 +92,11 @@ class StructuredOutputs(ApiObject):
     json_: SchemaOrText = Field(None, alias="json")
     json_object: bool | None = None
     regex: Source = None
-    choice: Annotated[list[str] | None, AfterValidator(small)] = Field(None, min_length=1)
+    choice: Annotated[list[str] | None, AfterValidator(check_size)] = Field(None, min_length=1)
     grammar: Source = None
 
     @model_validator(mode="after")
-    def one_kind(self) -> "StructuredOutputs":
+    def check_one_kind(self) -> "StructuredOutputs":
         kinds = [self.json_, self.json_object or None, self.regex, self.choice, self.grammar]
         if sum(kind is not None for kind in kinds) != 1:
             raise ValueError("needs one of json, json_object, regex, choice and grammar")

@@ -35,17 +35,17 @@ class TokenSources:
     def take(self, last: bool) -> dict:
         """The new tokens since the previous call; with `last`, also incomplete characters."""
         result = self._job.result
-        until = len(result.from_draft)  # the decoding thread adds to it after adding the tokens
-        found = self._incomplete
-        complete = 0
-        for i in range(self._tokens, until):
+        end = len(result.from_draft)  # the decoding thread adds to it after adding the tokens
+        new_tokens = self._incomplete
+        num_complete = 0
+        for i in range(self._tokens, end):
             text, _ = self._text.push([result.tokens[i]])
-            found.append({"text": text, "from_draft": result.from_draft[i]})
-            complete = len(found) if text else complete
-        if last and found:
-            found[-1]["text"] += self._text.end()
-            complete = len(found)
-        self._tokens, self._incomplete = until, found[complete:]
+            new_tokens.append({"text": text, "from_draft": result.from_draft[i]})
+            num_complete = len(new_tokens) if text else num_complete
+        if last and new_tokens:
+            new_tokens[-1]["text"] += self._text.end()
+            num_complete = len(new_tokens)
+        self._tokens, self._incomplete = end, new_tokens[num_complete:]
         proposed = result.proposed[self._iterations :]
         self._iterations += len(proposed)
-        return {"tokens": found[:complete], "iterations": len(proposed), "draft_tokens": sum(proposed)}
+        return {"tokens": new_tokens[:num_complete], "iterations": len(proposed), "draft_tokens": sum(proposed)}

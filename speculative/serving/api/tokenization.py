@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema, model_val
 from speculative.batch_decoder import BatchDecoder
 from speculative.sequence.prompt import TextTooLong, encode_text
 from speculative.serving.api.api_object import ApiObject
-from speculative.serving.api.errors import ApiError, too_long
+from speculative.serving.api.errors import ApiError, prompt_too_long
 from speculative.serving.api.messages import Message
 
 TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
@@ -18,7 +18,7 @@ TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 class TokenizeRequest(ApiObject):
     """A text, or the messages of a chat."""
 
-    off: ClassVar[dict[str, tuple]] = {
+    no_effect: ClassVar[dict[str, tuple]] = {
         "add_generation_prompt": (True,),
         "chat_template_kwargs": ({},),
         "continue_final_message": (False,),
@@ -28,11 +28,11 @@ class TokenizeRequest(ApiObject):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], FailFast()] = Field([], min_length=1)
-    add_special_tokens: bool | None = None  # by default for a prompt, and not for messages, whose template has them
+    add_special_tokens: bool | None = None  # default: true for a prompt, false for messages, whose template adds them
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
-    def one_of_both(self) -> "TokenizeRequest":
+    def check_one_input(self) -> "TokenizeRequest":
         if (self.prompt is None) == (not self.messages):
             raise ValueError("either prompt or messages is required")
         return self
@@ -49,24 +49,24 @@ class DetokenizeRequest(ApiObject):
     tokens: Annotated[Any, BeforeValidator(token_ids), WithJsonSchema(TOKEN_IDS)]
 
 
-def tokenize(decoder: BatchDecoder, asked: TokenizeRequest) -> dict:
+def tokenize(decoder: BatchDecoder, request: TokenizeRequest) -> dict:
     """The response with the token ids of the text. Raises ApiError for messages without a chat template, and for a
     text that the tokenizer would cut."""
-    tokenizer, text, special = decoder.tokenizer, asked.prompt or "", not asked.messages
+    tokenizer, text, special = decoder.tokenizer, request.prompt or "", not request.messages
     assert tokenizer  # a server has one
-    if asked.messages:
+    if request.messages:
         if not tokenizer.chat_template:
             raise ApiError(400, "The model has no chat template: send a prompt.", "invalid_request", "messages")
-        messages = [message.plain() for message in asked.messages]
+        messages = [message.plain() for message in request.messages]
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    if asked.add_special_tokens is not None:
-        special = asked.add_special_tokens
+    if request.add_special_tokens is not None:
+        special = request.add_special_tokens
     try:
         tokens = encode_text(text, tokenizer, special).tolist()
     except TextTooLong as error:
-        raise too_long(error, "messages" if asked.messages else "prompt") from None
+        raise prompt_too_long(error, "messages" if request.messages else "prompt") from None
     answer = {"count": len(tokens), "max_model_len": decoder.main.context, "tokens": tokens, "token_strs": None}
-    if asked.return_token_strs:
+    if request.return_token_strs:
         answer["token_strs"] = [spellings(tokenizer).get(token, "") for token in tokens]
     return answer
 
@@ -77,11 +77,11 @@ def spellings(tokenizer: Tokenizer) -> dict[int, str]:
     return {token_id: token.decode(errors="replace") for token, token_id in tokenizer.get_vocab().items()}
 
 
-def detokenize(decoder: BatchDecoder, asked: DetokenizeRequest) -> dict:
+def detokenize(decoder: BatchDecoder, request: DetokenizeRequest) -> dict:
     """The response with the text of the tokens, special tokens included. Raises ApiError for an unknown token."""
     last = decoder.main.vocab_size - 1
-    if any(not 0 <= token <= last for token in asked.tokens):
+    if any(not 0 <= token <= last for token in request.tokens):
         message = f"tokens: the ids of the model's tokens range from 0 to {last}, but one is not among them."
         raise ApiError(400, message, "invalid_request", "tokens")
     assert decoder.tokenizer  # a server has one
-    return {"prompt": decoder.tokenizer.decode(asked.tokens, skip_special_tokens=False) if asked.tokens else ""}
+    return {"prompt": decoder.tokenizer.decode(request.tokens, skip_special_tokens=False) if request.tokens else ""}

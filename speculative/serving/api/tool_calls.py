@@ -69,11 +69,11 @@ HERMES = ToolFormat("<tool_call>", "</tool_call>", around=("<tool_call>\n", "\n<
 SMOLLM3 = HERMES._replace(variable="xml_tools")
 LLAMA = ToolFormat("<|python_tag|>", opening=("{",), arguments="parameters")
 MISTRAL = ToolFormat("[TOOL_CALLS]", opening=("[", "{"), frame=("[", "]"), separator=", ", short_ids=True)
-# of templates that know no tools
+# for templates without tool support
 GENERIC = ToolFormat(opening=("{", '"tool_calls"', ":", "["), frame=('{"tool_calls": [', "]}"), separator=", ")
 
 
-def format_of(chat_template: str) -> ToolFormat | None:
+def detect_tool_format(chat_template: str) -> ToolFormat | None:
     """The format of calls in a chat template; None if it is not supported."""
     if "<tool_call>" in chat_template:
         other = ("<function=", "<arg_key>")  # Qwen3-Coder's, GLM's
@@ -87,22 +87,24 @@ def format_of(chat_template: str) -> ToolFormat | None:
     return None if "tools" in chat_template else GENERIC
 
 
-def forced(form: ToolFormat, functions: Mapping[str, str], several: bool, answer: str | None = None) -> Any:
-    """The structural tag of a call or, if `several`, one or more, of `functions`: the JSON schemas of their arguments
-    by name. Or else of an answer that follows the JSON schema `answer`."""
-    (begin, end), key = form.around, form.arguments
+def forced_calls_tag(
+    tool_format: ToolFormat, functions: Mapping[str, str], multiple: bool, answer: str | None = None
+) -> Any:
+    """The structural tag of a call or, if `multiple`, one or more, of `functions`: the JSON schemas of their arguments
+    by name. With `answer`, a JSON schema, an answer that follows it is allowed, too."""
+    (begin, end), key = tool_format.around, tool_format.arguments
     tags = [
         Tags.Tag(f'{begin}{{"name": {json.dumps(name)}, "{key}": ', Tags.JSONSchema(schema), f"}}{end}")
         for name, schema in functions.items()
     ]
-    single = not several or form.separator is None
-    calls = Tags.TagsWithSeparator(tags, form.separator or "", at_least_one=True, stop_after_first=single)
-    framed = Tags.Concat([Tags.ConstString(form.frame[0]), calls, Tags.ConstString(form.frame[1])])
+    single = not multiple or tool_format.separator is None
+    calls = Tags.TagsWithSeparator(tags, tool_format.separator or "", at_least_one=True, stop_after_first=single)
+    framed = Tags.Concat([Tags.ConstString(tool_format.frame[0]), calls, Tags.ConstString(tool_format.frame[1])])
     return Tags.Union([framed, Tags.JSONSchema(answer)]) if answer else framed
 
 
-def new_id(form: ToolFormat) -> str:
-    if form.short_ids:
+def new_id(tool_format: ToolFormat) -> str:
+    if tool_format.short_ids:
         return "".join(random.choices(string.ascii_letters + string.digits, k=9))
     return f"call_{uuid.uuid4().hex}"
 
@@ -111,102 +113,109 @@ Event = Text | Call | Arguments
 
 
 class ToolParser:
-    """Finds the calls of functions called `names` in one text. A call is one as soon as its name and the beginning of
-    its arguments are there, which are passed on as they come, whatever the model makes of them. All else is text.
-    Unless `several`, the calls after the first are dropped."""
+    """Finds the calls of functions called `names` in one text. A call is recognised once its name and the beginning of
+    its arguments have been read; the arguments are then passed on piece by piece, valid or not. All else is text.
+    Unless `multiple`, the calls after the first are dropped."""
 
-    def __init__(self, form: ToolFormat, names: Set[str], several: bool = True):
+    def __init__(self, tool_format: ToolFormat, names: Set[str], multiple: bool = True):
         self.calls = 0  # so far
-        self.drops = False  # whether the text so far ends in a call that is dropped
-        self._several = several
-        self._form = form
+        self.drops_calls = False  # whether the text so far ends in a call that is dropped
+        self._allow_multiple = multiple
+        self._format = tool_format
         self._names = names
-        self._rest = ""  # of the text: read, but not passed on
-        self._read_on: Callable[[], Iterable[Event]] = self._begin  # reads `_rest` on
-        self._at = 0  # where in `_rest` it does so
-        self._silent = True  # only space since the beginning or since the last call
-        self._first = 0  # number of the first call since the last marker
+        self._rest = ""  # text that was fed but not yet passed on
+        self._parse_state: Callable[[], Iterable[Event]] = self._begin  # parses `_rest`
+        self._position = 0  # in `_rest`, from which `_parse_state` continues
+        self._only_space = True  # since the beginning or the last call
+        self._first_call = 0  # number of the first call since the last marker
         self._scan, self._scanned = _Scan(), 0
 
     def feed(self, piece: str) -> list[Event]:
-        """The events that another piece of the text completes."""
+        """The events that this piece of the text completes."""
         self._rest += piece
         events: list[Event] = []
         while True:
-            before = self._read_on, self._at, len(self._rest)
-            events += filter(self._is_kept, self._read_on())
-            if before == (self._read_on, self._at, len(self._rest)):
+            state = self._parse_state, self._position, len(self._rest)
+            events += filter(self._is_kept, self._parse_state())
+            if state == (self._parse_state, self._position, len(self._rest)):
                 return events
 
     def end(self) -> list[Event]:
         """The events after the last piece."""
-        over = self._read_on in (self._arguments, self._after_arguments, self._other_keys)
-        over |= self._read_on == self._between and self.calls > self._first
-        rest = "" if over or (self.calls and not self._rest.strip(SPACE)) else self._rest
+        is_complete = self._parse_state in (self._arguments, self._after_arguments, self._other_keys)
+        is_complete |= self._parse_state == self._between and self.calls > self._first_call
+        rest = "" if is_complete or (self.calls and not self._rest.strip(SPACE)) else self._rest
         self._rest = ""
         return list(filter(self._is_kept, [Text(rest)] if rest else []))
 
     def _is_kept(self, event: Event) -> bool:
-        self.drops = not self._several and not isinstance(event, Text) and event.number > 0
-        return not self.drops
+        self.drops_calls = not self._allow_multiple and not isinstance(event, Text) and event.number > 0
+        return not self.drops_calls
 
     def _begin(self) -> Iterable[Event]:
-        opening = self._form.opening
+        opening = self._format.opening
         at = _match(self._rest, 0, opening) if opening else NO_MATCH
         if at is None or not self._rest:
             return
-        self._read_on = self._text
+        self._parse_state = self._text
         if at != NO_MATCH:
-            self._at = at - (opening[-1] == "{")
-            self._read_on = self._between
+            self._position = at - (opening[-1] == "{")
+            self._parse_state = self._between
         yield from ()
 
     def _text(self) -> Iterable[Event]:
-        marker, at = self._form.marker, self._rest.find(self._form.marker) if self._form.marker else -1
-        held = 0 if at >= 0 else next((n for n in range(len(marker) - 1, 0, -1) if self._rest.endswith(marker[:n])), 0)
-        text = self._rest[:at] if at >= 0 else self._rest[: len(self._rest) - held]
-        is_space = self._silent and not text.strip(SPACE)
+        marker, at = self._format.marker, self._rest.find(self._format.marker) if self._format.marker else -1
+        held_back = (
+            0 if at >= 0 else next((n for n in range(len(marker) - 1, 0, -1) if self._rest.endswith(marker[:n])), 0)
+        )
+        text = self._rest[:at] if at >= 0 else self._rest[: len(self._rest) - held_back]
+        is_space = self._only_space and not text.strip(SPACE)
         if at >= 0:
-            self._rest, self._at, self._first, self._read_on = self._rest[at:], len(marker), self.calls, self._between
+            self._rest, self._position, self._first_call, self._parse_state = (
+                self._rest[at:],
+                len(marker),
+                self.calls,
+                self._between,
+            )
         elif not is_space:
             self._rest = self._rest[len(text) :]
         if text and not is_space:
-            self._silent = False
+            self._only_space = False
             yield Text(text)
 
     def _between(self) -> Iterable[Event]:
         """Before a call, or after all of them."""
-        rest, end = self._rest, self._form.end
-        while self._at < len(rest) and rest[self._at] in BETWEEN:
-            self._at += 1
-        coming = rest[self._at : self._at + len(end)]
-        if self._at == len(rest) or (coming != end and end.startswith(coming)):
+        rest, end = self._rest, self._format.end
+        while self._position < len(rest) and rest[self._position] in BETWEEN:
+            self._position += 1
+        candidate = rest[self._position : self._position + len(end)]
+        if self._position == len(rest) or (candidate != end and end.startswith(candidate)):
             return
-        if rest[self._at] == "{":
-            self._read_on = self._call
-        elif self.calls == self._first:
-            yield from self._is_no_call()
+        if rest[self._position] == "{":
+            self._parse_state = self._call
+        elif self.calls == self._first_call:
+            yield from self._not_a_call()
         else:
-            self._go_on(self._at + (len(end) if coming == end else 0), self._text)
+            self._advance(self._position + (len(end) if candidate == end else 0), self._text)
 
     def _call(self) -> Iterable[Event]:
-        found = _beginning_of_call(self._rest, self._at)
+        found = _beginning_of_call(self._rest, self._position)
         if found is None:
             return
         name, at = found
         if name in self._names:
-            self._go_on(at, self._arguments)
+            self._advance(at, self._arguments)
             yield self._new_call(name)
         else:
-            self._scan, self._scanned, self._read_on = _Scan(), self._at, self._whole_call
+            self._scan, self._scanned, self._parse_state = _Scan(), self._position, self._unordered_call
 
-    def _whole_call(self) -> Iterable[Event]:
-        """A call whose keys are in another order, or others."""
+    def _unordered_call(self) -> Iterable[Event]:
+        """A call with other keys, or with its keys in another order."""
         end = self._scan.end(self._rest, self._scanned)
         self._scanned = len(self._rest)
         if end is None:
             return
-        source = self._rest[self._at : end]
+        source = self._rest[self._position : end]
         try:
             call = {key: (value, source[slice(*place)]) for key, value, place in _members(source)}
         except (ValueError, RecursionError, IndexError):
@@ -216,9 +225,9 @@ class ToolParser:
         none: tuple[Any, str] = ({}, "{}") if call.keys() <= {*LABELS, *KEYS} else (None, "")
         arguments, as_text = next(found, none)
         if not isinstance(name, str) or name not in self._names or not isinstance(arguments, dict | str):
-            yield from self._is_no_call()
+            yield from self._not_a_call()
             return
-        self._go_on(end, self._between)
+        self._advance(end, self._between)
         yield self._new_call(name)
         as_text = arguments.encode("utf-8", "replace").decode() if isinstance(arguments, str) else as_text
         yield Arguments(self.calls - 1, as_text)
@@ -226,7 +235,7 @@ class ToolParser:
     def _arguments(self) -> Iterable[Event]:
         end = self._scan.end(self._rest)
         text = self._rest[:end]
-        self._go_on(len(text), self._arguments if end is None else self._after_arguments)
+        self._advance(len(text), self._arguments if end is None else self._after_arguments)
         if text:
             yield Arguments(self.calls - 1, text)
 
@@ -234,30 +243,30 @@ class ToolParser:
         rest = self._rest.lstrip(SPACE)
         if rest.startswith(","):
             self._scan = _Scan(depth=1)
-            self._read_on = self._other_keys
+            self._parse_state = self._other_keys
         elif rest:
-            self._go_on(len(self._rest) - len(rest) + rest.startswith("}"), self._between)
+            self._advance(len(self._rest) - len(rest) + rest.startswith("}"), self._between)
         yield from ()
 
     def _other_keys(self) -> Iterable[Event]:
         end = self._scan.end(self._rest)
-        self._go_on(len(self._rest) if end is None else end, self._other_keys if end is None else self._between)
+        self._advance(len(self._rest) if end is None else end, self._other_keys if end is None else self._between)
         yield from ()
 
     def _new_call(self, name: str) -> Call:
-        self._scan, self._silent = _Scan(), True
+        self._scan, self._only_space = _Scan(), True
         self.calls += 1
-        return Call(self.calls - 1, new_id(self._form), name)
+        return Call(self.calls - 1, new_id(self._format), name)
 
-    def _go_on(self, at: int, read_on: Callable[[], Iterable[Event]]) -> None:
-        self._rest, self._at, self._read_on = self._rest[at:], 0, read_on
+    def _advance(self, at: int, parse_state: Callable[[], Iterable[Event]]) -> None:
+        self._rest, self._position, self._parse_state = self._rest[at:], 0, parse_state
 
-    def _is_no_call(self) -> Iterable[Event]:
-        """Go on with the text that was taken for a call: with all of it, or with what follows the marker."""
-        marker, self._silent = self._form.marker, False
+    def _not_a_call(self) -> Iterable[Event]:
+        """Treat what looked like a call as text: all of it, or what follows the marker."""
+        marker, self._only_space = self._format.marker, False
         length = len(marker) if marker and self._rest.startswith(marker) else 0
         text = self._rest[:length]
-        self._go_on(length, self._text)
+        self._advance(length, self._text)
         if text:
             yield Text(text)
 
@@ -310,20 +319,20 @@ class _Scan:
 
 
 def _match(text: str, at: int, tokens: Sequence[str]) -> int | None:
-    """Where `tokens` with space before them end in `text` from `at` on; NO_MATCH if there are others; None if the text
-    ends before."""
+    """The end of `tokens`, each with optional space before it, in `text` from `at` on; NO_MATCH if `text` differs; None
+    if it ends too early."""
     for token in tokens:
         while at < len(text) and text[at] in SPACE:
             at += 1
-        there = text[at : at + len(token)]
-        if there != token:
-            return None if token.startswith(there) else NO_MATCH
+        part = text[at : at + len(token)]
+        if part != token:
+            return None if token.startswith(part) else NO_MATCH
         at += len(token)
     return at
 
 
 def _beginning_of_call(text: str, at: int) -> tuple[str, int] | None:
-    """The name of a call, and where its arguments begin; "" if it begins differently; None if the text ends before."""
+    """The name of a call ("" if `text` begins otherwise) and where its arguments begin; None if `text` ends first."""
     begin = _match(text, at, ("{", '"name"', ":", '"'))
     if begin is None or begin == NO_MATCH:
         return None if begin is None else ("", at)
@@ -331,7 +340,7 @@ def _beginning_of_call(text: str, at: int) -> tuple[str, int] | None:
     if not name:
         return None
     ends = [_match(text, name.end(), (",", f'"{key}"', ":", "{")) for key in KEYS]
-    found = max((end for end in ends if end is not None), default=NO_MATCH)
-    if found == NO_MATCH:
+    arguments_begin = max((end for end in ends if end is not None), default=NO_MATCH)
+    if arguments_begin == NO_MATCH:
         return None if None in ends else ("", at)
-    return name[0][1:-1], found - 1
+    return name[0][1:-1], arguments_begin - 1

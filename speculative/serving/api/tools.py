@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from speculative.serving.api.api_object import LABEL, ApiObject
 from speculative.serving.api.structured_output import Schema, with_whitespace
 
-MOST_TOOLS = 128
+MAX_TOOLS = 128
 NAME = r"^[a-zA-Z0-9_-]{1,64}$"
 OTHER_PROPERTIES = {"$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "patternProperties"}  # may name some
 # The arguments of a call are not meant to be read: a space behind "," and ":", as templates write calls, or none.
@@ -48,7 +48,7 @@ class NamedTool(ApiObject):
 
 
 class FunctionCall(ApiObject):
-    off: ClassVar[dict[str, tuple]] = {
+    no_effect: ClassVar[dict[str, tuple]] = {
         "parsed_arguments": LABEL
     }  # `arguments` again, as the openai package parsed them
 
@@ -60,15 +60,15 @@ class FunctionCall(ApiObject):
         """The arguments for chat templates. What a model wrote need not be a JSON object: other arguments stay text,
         and none are an empty object."""
         try:
-            given = json.loads(self.arguments or "{}")
-            json.dumps(given, ensure_ascii=False, allow_nan=False).encode()  # as the templates need it
+            arguments = json.loads(self.arguments or "{}")
+            json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()  # as the templates need it
         except (ValueError, RecursionError):
             return self.arguments
-        return given if isinstance(given, dict) else self.arguments
+        return arguments if isinstance(arguments, dict) else self.arguments
 
 
 class ToolCall(ApiObject):
-    off: ClassVar[dict[str, tuple]] = {"index": LABEL}  # of a streamed call
+    no_effect: ClassVar[dict[str, tuple]] = {"index": LABEL}  # of a streamed call
 
     id: str
     type: Literal["function"] = "function"
@@ -83,7 +83,7 @@ class ToolCall(ApiObject):
 CHOICES = ("none", "auto", "required")
 
 
-def chosen(choice: Any) -> Any:
+def validate_tool_choice(choice: Any) -> Any:
     """Validate a choice of tools, which is one of CHOICES or names a tool; return the word or the `NamedTool`."""
     if isinstance(choice, str) and choice in CHOICES:
         return choice
@@ -113,5 +113,7 @@ NAMED_TOOL = {
     "required": ["type", "function"],
 }
 ToolChoice = Annotated[
-    str | NamedTool, BeforeValidator(chosen), WithJsonSchema({"anyOf": [{"enum": list(CHOICES)}, NAMED_TOOL]})
+    str | NamedTool,
+    BeforeValidator(validate_tool_choice),
+    WithJsonSchema({"anyOf": [{"enum": list(CHOICES)}, NAMED_TOOL]}),
 ]

@@ -20,10 +20,10 @@ from openvino_genai import GenerationConfig
 
 from speculative.batch_decoder import BatchDecoder, Request, RequestOutput
 from speculative.sampling.grammar import Grammar
-from speculative.sequence.detokenizer import KEPT
+from speculative.sequence.detokenizer import CONTEXT_TOKENS
 from speculative.sequence.result import GenerationResult
 
-SENT_TOGETHER = 0.04  # seconds of text per piece after the first, to reduce the overhead per piece
+PIECE_INTERVAL = 0.04  # seconds of text per piece after the first, to reduce the overhead per piece
 
 
 class QueueFull(Exception):
@@ -53,26 +53,26 @@ class GenerationHandle:
         self.prompt, self.config, self.seed = prompt, config, seed
         self.request: Request | None = None  # once it is in the batch
         self.finished = False
-        self.expiry: asyncio.TimerHandle  # timeout; set on submission
-        self.error: Exception | None = None  # why it ended early
-        self.salt = b""  # of the prefix cache
+        self.timeout_handle: asyncio.TimerHandle  # set on submission
+        self.error: Exception | None = None  # the error that ended it early
+        self.salt = b""  # prefix-cache salt
         self.logit_bias: Mapping[int, float] | None = None
         self.prompt_logprobs = 0
-        self.continues = False  # the text of the prompt
+        self.continues = False  # whether the text continues that of the prompt
         self.grammar: Grammar | None = None  # referenced here so that it stays compiled
         self.submitted = time.perf_counter()
         self.admitted = 0.0  # when it got its slot in the batch
-        self.first_at = self.last_at = 0.0  # arrival of the first and the last token
+        self.first_token_time = self.last_token_time = 0.0  # 0: no token yet
         self._text: list[str] = []  # unread text
         self._loop = asyncio.get_running_loop()
-        self._news, self._end = asyncio.Event(), asyncio.Event()
-        self._read_at = 0.0
-        self._told: asyncio.TimerHandle | None = None  # pending notification of the reader
+        self._wakeup, self._ended = asyncio.Event(), asyncio.Event()
+        self._last_read = 0.0  # time of the loop
+        self._pending_wakeup: asyncio.TimerHandle | None = None  # the scheduled call of `_wakeup.set`
 
     @property
     def context(self) -> list[int]:
-        """The tokens before the text that decoding it needs: the last ones of the prompt, if the text continues it."""
-        return self.prompt[-KEPT:].tolist() if self.continues else []
+        """The last tokens of the prompt, which detokenization needs, if the text continues that of the prompt."""
+        return self.prompt[-CONTEXT_TOKENS:].tolist() if self.continues else []
 
     @property
     def result(self) -> GenerationResult:
@@ -90,52 +90,55 @@ class GenerationHandle:
             if text is not None:
                 yield text
 
-    async def end(self) -> GenerationResult:
+    async def wait(self) -> GenerationResult:
         """The complete result. Raises the error that ended the job early."""
-        await self._end.wait()
+        await self._ended.wait()
         if self.error:
             raise self.error
         return self.result
 
-    def gain(self, text: str, at: float) -> None:
-        self.first_at, self.last_at = self.first_at or at, at
+    def append_output(self, text: str, now: float) -> None:
+        """Add the text of a step's output, and wake the reader at most once per `PIECE_INTERVAL`."""
+        self.first_token_time, self.last_token_time = self.first_token_time or now, now
         if text:
             self._text.append(text)
-            self._told = self._told or self._loop.call_at(self._read_at + SENT_TOGETHER, self._news.set)
+            if not self._pending_wakeup:
+                self._pending_wakeup = self._loop.call_at(self._last_read + PIECE_INTERVAL, self._wakeup.set)
 
     def finish(self, error: Exception | None) -> None:
         self.error, self.finished = error, True
-        self._news.set()
-        self._end.set()
+        self._wakeup.set()
+        self._ended.set()
 
-    def tell(self, news: asyncio.Event) -> None:
-        """From now on, set `news` when text arrives or the job ends."""
-        self._news = news
+    def use_wakeup_event(self, wakeup: asyncio.Event) -> None:
+        """Set `wakeup`, instead of the handle's own event, when text arrives or the job ends."""
+        self._wakeup = wakeup
 
-    def take(self) -> str:
+    def take_text(self) -> str:
         """Return and clear the unread text."""
-        self._told = None
+        self._pending_wakeup = None
         text = "".join(self._text)
         if text:  # the first piece is sent at once
-            self._read_at = self._loop.time()
+            self._last_read = self._loop.time()
         self._text.clear()
         return text
 
 
 async def pieces(jobs: Sequence[GenerationHandle]) -> AsyncIterator[tuple[int, str | None]]:
     """The texts of `jobs` as they are generated: pairs of job index and piece, with None after a job's last piece.
+
     Raises the first error that ends a job early."""
-    news = asyncio.Event()
-    news.set()
+    wakeup = asyncio.Event()
+    wakeup.set()
     for job in jobs:
-        job.tell(news)
+        job.use_wakeup_event(wakeup)
     running = dict(enumerate(jobs))
     while running:
-        await news.wait()
-        news.clear()
+        await wakeup.wait()
+        wakeup.clear()
         for i, job in list(running.items()):
             finished = job.finished
-            if text := job.take():
+            if text := job.take_text():
                 yield i, text
             if finished:
                 if job.error:
@@ -144,7 +147,7 @@ async def pieces(jobs: Sequence[GenerationHandle]) -> AsyncIterator[tuple[int, s
                 yield i, None
 
 
-News = tuple[GenerationHandle, str, bool, Exception | None]  # new text, whether the job is finished, error
+Update = tuple[GenerationHandle, str, bool, Exception | None]  # new text, whether the job is finished, error
 
 
 class Engine:
@@ -156,14 +159,14 @@ class Engine:
         self.max_num_seqs, self.max_queue = max_num_seqs, max_queue
         self.error: EngineFailed | None = None
         self.stepping_since = 0.0  # start of the current step; 0: none
-        self.prompt_tokens = self.cached_tokens = 0  # of prompts so far, and of these from the prefix cache
-        self.generated = 0  # tokens so far
-        self.decoded = self.iterations = 0  # after the prompts' forward passes
+        self.prompt_tokens = self.cached_tokens = 0  # total, and those of them from the prefix cache
+        self.generated = 0  # tokens
+        self.decoded = self.iterations = 0  # tokens and iterations after each prompt's forward pass
         self.drafts = self.proposed = self.accepted = 0
         self._waiting: deque[GenerationHandle] = deque()
         self._running: dict[Request, GenerationHandle] = {}
-        self._usual_seconds = 1.0  # recent average duration of a job
-        self._changed = threading.Condition()
+        self._mean_seconds = 1.0  # recent average duration of a job
+        self._condition = threading.Condition()
         self._closed = False
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="decoding", daemon=True)
@@ -189,10 +192,10 @@ class Engine:
 
     def check_queue(self, jobs: int = 1) -> None:
         """Raise QueueFull if the queue has no room for `jobs` more."""
-        with self._changed:  # a job on its way into the batch is in neither collection
+        with self._condition:  # a job on its way into the batch is in neither collection
             room = self.max_queue + max(self.max_num_seqs - self.running, 0) - self.waiting
         if jobs > room:
-            raise QueueFull(self._seconds_to_place())
+            raise QueueFull(self._expected_wait())
 
     def submit(
         self,
@@ -212,21 +215,21 @@ class Engine:
         self.check_queue()
         job = GenerationHandle(prompt, config, seed)
         job.salt, job.logit_bias, job.prompt_logprobs, job.continues = salt, logit_bias, prompt_logprobs, continues
-        job.expiry = self._loop.call_later(seconds, self._expire, job)
-        with self._changed:
+        job.timeout_handle = self._loop.call_later(seconds, self._expire, job)
+        with self._condition:
             self._waiting.append(job)
-            self._changed.notify()
+            self._condition.notify()
         return job
 
     def cancel(self, job: GenerationHandle) -> None:
         """Cancel a job. A finished job is not changed."""
-        job.expiry.cancel()  # otherwise the loop keeps a reference until then
-        with self._changed:
+        job.timeout_handle.cancel()  # otherwise the loop references the job until the timeout
+        with self._condition:
             if job in self._waiting:
                 self._waiting.remove(job)
             elif job.request:
                 self.decoder.cancel(job.request)
-            self._changed.notify()
+            self._condition.notify()
 
     def _expire(self, job: GenerationHandle) -> None:
         if not job.finished:
@@ -235,9 +238,9 @@ class Engine:
 
     def close(self) -> None:
         """Stop the thread after the current step."""
-        with self._changed:
+        with self._condition:
             self._closed = True
-            self._changed.notify()
+            self._condition.notify()
         self._thread.join()
 
     def _run(self) -> None:
@@ -246,36 +249,36 @@ class Engine:
                 self._step()
         except Exception as error:  # any error: the replica must be replaced
             self.error = EngineFailed(error)
-            self._tell(self._break)
+            self._call_in_loop(self._fail_jobs)
 
     def _wait(self) -> bool:
         """Wait for work; returns False when the engine is closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._waiting or self._running)
+        with self._condition:
+            self._condition.wait_for(lambda: self._closed or self._waiting or self._running)
             return not self._closed
 
     def _step(self) -> None:
-        with self._changed:
-            refused = self._admit()
-        if refused:  # before the step, which may raise
-            self._tell(self._deliver, refused, time.perf_counter())
+        with self._condition:
+            rejected = self._admit()
+        if rejected:  # before the step, which may raise
+            self._call_in_loop(self._deliver, rejected, time.perf_counter())
         self.stepping_since = time.monotonic()
-        gains = self.decoder.step()
+        outputs = self.decoder.step()
         self.stepping_since = 0.0
-        news = []
-        for gain in gains:
-            self._count(gain)
-            job, finished = self._running.get(gain.request), gain.request.finished
+        updates = []
+        for output in outputs:
+            self._count_tokens(output)
+            job, finished = self._running.get(output.request), output.request.finished
             if job:  # a job cancelled during a step has two outputs, both finished
-                news.append((job, gain.text, finished, gain.request.error))
+                updates.append((job, output.text, finished, output.request.error))
             if finished:
-                self._running.pop(gain.request, None)
-        if news:
-            self._tell(self._deliver, news, time.perf_counter())
+                self._running.pop(output.request, None)
+        if updates:
+            self._call_in_loop(self._deliver, updates, time.perf_counter())
 
-    def _admit(self) -> list[News]:
+    def _admit(self) -> list[Update]:
         """Move waiting jobs into the batch in order; returns those that the decoder rejects."""
-        refused: list[News] = []
+        rejected: list[Update] = []
         while self._waiting and len(self._running) < self.max_num_seqs:
             job = self._waiting[0]
             if self._running and not self.decoder.has_room(len(job.prompt) + job.config.max_new_tokens):
@@ -289,15 +292,15 @@ class Engine:
                 job.admitted = time.perf_counter()
                 self._running[job.request] = job
             except Exception as error:  # caused by this job
-                refused.append((job, "", True, error))
-        return refused
+                rejected.append((job, "", True, error))
+        return rejected
 
-    def _count(self, gain: RequestOutput) -> None:
-        tokens, accepted, proposed = gain.step[:3]
+    def _count_tokens(self, output: RequestOutput) -> None:
+        tokens, accepted, proposed = output.step[:3]
         self.generated += len(tokens)
-        if tokens and not gain.request.result.gained:  # the prompt's forward pass
-            self.prompt_tokens += gain.request.sequence.num_prompt_tokens
-            self.cached_tokens += gain.request.cached_tokens
+        if tokens and not output.request.result.gained:  # the prompt's forward pass
+            self.prompt_tokens += output.request.sequence.num_prompt_tokens
+            self.cached_tokens += output.request.cached_tokens
         elif tokens:
             self.decoded += len(tokens)
             self.iterations += 1
@@ -305,29 +308,29 @@ class Engine:
             self.accepted += accepted
             self.proposed += proposed
 
-    def _tell(self, act: Callable, *arguments: object) -> None:
+    def _call_in_loop(self, callback: Callable, *arguments: object) -> None:
         try:
-            self._loop.call_soon_threadsafe(act, *arguments)
+            self._loop.call_soon_threadsafe(callback, *arguments)
         except RuntimeError:  # the loop has ended, and all readers with it
             self._closed = True
 
-    def _deliver(self, news: list[News], at: float) -> None:
-        for job, text, finished, error in news:
+    def _deliver(self, updates: list[Update], now: float) -> None:
+        for job, text, finished, error in updates:
             if job.finished:  # timed out
                 continue
             if not error:
-                job.gain(text, at)
+                job.append_output(text, now)
             if finished:
-                self._usual_seconds += 0.1 * (at - job.submitted - self._usual_seconds)
+                self._mean_seconds += 0.1 * (now - job.submitted - self._mean_seconds)
                 job.finish(error)
 
-    def _break(self) -> None:
-        with self._changed:
+    def _fail_jobs(self) -> None:
+        with self._condition:
             jobs = [*self._running.values(), *self._waiting]
             self._running.clear()
             self._waiting.clear()
         for job in jobs:
             job.finish(self.error)
 
-    def _seconds_to_place(self) -> int:
-        return int(min(max(self._usual_seconds / self.max_num_seqs, 1), 60))
+    def _expected_wait(self) -> int:
+        return int(min(max(self._mean_seconds / self.max_num_seqs, 1), 60))

@@ -10,23 +10,23 @@ from speculative.batch_decoder import PREFILL_CHUNK
 from speculative.drafting.policy import LONGEST
 from speculative.serving.engine.engine_thread import Engine
 
-LEAST = 120.0  # seconds always allowed for an iteration
-TIMES = 10.0  # multiple of the expected time of the most expensive iteration
+MIN_TIMEOUT = 120.0  # seconds always allowed for an iteration
+TIMEOUT_FACTOR = 10.0  # multiple of the expected time of the most expensive iteration
 
 
-def trouble(engine: Engine) -> str | None:
-    """A description of the problem, or None."""
+def problem(engine: Engine) -> str | None:
+    """What is wrong with the engine, or None."""
     if engine.error:
         return str(engine.error)
-    since, longest = engine.stepping_since, longest_step(engine)
-    if since and time.monotonic() - since > longest:
-        return f"an iteration has been running for more than {longest:.0f} s"
+    since, timeout = engine.stepping_since, step_timeout(engine)
+    if since and time.monotonic() - since > timeout:
+        return f"an iteration has been running for more than {timeout:.0f} s"
     return None
 
 
-def longest_step(engine: Engine) -> float:
+def step_timeout(engine: Engine) -> float:
     """Seconds after which an iteration is considered to hang."""
     costs = engine.decoder.draft_length
     drafting = LONGEST * float(costs.draft(PREFILL_CHUNK + engine.max_num_seqs))
-    checking = float(costs.main(PREFILL_CHUNK + engine.max_num_seqs * (LONGEST + 1)))
-    return max(LEAST, TIMES * (drafting + checking))
+    verification = float(costs.main(PREFILL_CHUNK + engine.max_num_seqs * (LONGEST + 1)))
+    return max(MIN_TIMEOUT, TIMEOUT_FACTOR * (drafting + verification))

@@ -15,7 +15,7 @@ from ray.util.metrics import Counter, Gauge, Histogram
 
 from speculative.serving.engine.engine_thread import Engine, GenerationHandle
 
-EVERY = 1.0  # seconds between updates, instead of one per token
+UPDATE_SECONDS = 1.0  # seconds between updates, instead of one per token
 COUNTERS = {  # name: attribute of `Engine`, description
     "vllm_prompt_tokens": ("prompt_tokens", "Prompt tokens processed, those from the prefix cache included"),
     "vllm_prefix_cache_queries": ("prompt_tokens", "Prompt tokens looked for in the prefix cache"),
@@ -36,7 +36,7 @@ TTFT = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100]
 TPOT = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1]
 LATENCY = [0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500]
 TOKENS = [10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000]
-FINISHED = ("stop", "length")  # reasons that are no errors
+NORMAL_REASONS = ("stop", "length")  # reasons that are no errors
 
 
 class Metrics:
@@ -46,66 +46,66 @@ class Metrics:
         self._engine = engine
         tags = {"model_name": model}
 
-        def made(kind: type, name: str, description: str, more: tuple = (), **options: Any) -> Any:
-            metric = kind(name, description, tag_keys=("model_name", *more), **options)
+        def create(metric_type: type, name: str, description: str, extra_tags: tuple = (), **options: Any) -> Any:
+            metric = metric_type(name, description, tag_keys=("model_name", *extra_tags), **options)
             metric.set_default_tags(tags)
             return metric
 
-        self._counters = {name: made(Counter, name, description) for name, (_, description) in COUNTERS.items()}
-        self._told = dict.fromkeys(COUNTERS, 0)
-        self._gauges = {name: made(Gauge, name, description) for name, (_, description) in GAUGES.items()}
-        self._finished = made(
+        self._counters = {name: create(Counter, name, description) for name, (_, description) in COUNTERS.items()}
+        self._exported = dict.fromkeys(COUNTERS, 0)
+        self._gauges = {name: create(Gauge, name, description) for name, (_, description) in GAUGES.items()}
+        self._request_success = create(
             Counter, "vllm_request_success", "Requests that ended, by reason: stop, length, abort or error",
             ("finished_reason",),
         )  # fmt: skip
-        self._errors = made(
+        self._errors = create(
             Counter, "speculative_request_errors", "Requests refused (refused_STATUS) or failed (code of the error)",
             ("error",),
         )  # fmt: skip
-        self._ttft = made(
+        self._ttft = create(
             Histogram, "vllm_time_to_first_token_seconds", "Time to first token, queueing included", boundaries=TTFT
         )
-        self._tpot = made(
+        self._tpot = create(
             Histogram, "vllm_request_time_per_output_token_seconds", "Time per output token after a request's first",
             boundaries=TPOT,
         )  # fmt: skip
-        self._latency = made(
+        self._latency = create(
             Histogram, "vllm_e2e_request_latency_seconds", "Time from a request to its last token", boundaries=LATENCY
         )
-        self._queued = made(
+        self._queued = create(
             Histogram, "vllm_request_queue_time_seconds", "Time waiting for a slot in the batch", boundaries=LATENCY
         )
-        self._prompts = made(Histogram, "vllm_request_prompt_tokens", "Tokens of a prompt", boundaries=TOKENS)
-        self._answers = made(Histogram, "vllm_request_generation_tokens", "Tokens of an answer", boundaries=TOKENS)
-        self._task = asyncio.create_task(self._tell())
+        self._prompts = create(Histogram, "vllm_request_prompt_tokens", "Tokens of a prompt", boundaries=TOKENS)
+        self._answers = create(Histogram, "vllm_request_generation_tokens", "Tokens of an answer", boundaries=TOKENS)
+        self._task = asyncio.create_task(self._export())
 
-    def refused(self, status: int) -> None:
+    def count_rejected(self, status: int) -> None:
         """Count a request that was rejected with an error before decoding."""
         self._errors.inc(tags={"error": f"refused_{status}"})
 
-    def over(self, job: GenerationHandle, outcome: str) -> None:
+    def count_finished(self, job: GenerationHandle, outcome: str) -> None:
         """Count a request that ended. `outcome`: its finish reason, "disconnected", or the code of its error."""
-        reason = {"disconnected": "abort"}.get(outcome, outcome if outcome in FINISHED else "error")
-        self._finished.inc(tags={"finished_reason": reason})
+        reason = {"disconnected": "abort"}.get(outcome, outcome if outcome in NORMAL_REASONS else "error")
+        self._request_success.inc(tags={"finished_reason": reason})
         if reason == "error":
             self._errors.inc(tags={"error": outcome})
-        if job.first_at:
+        if job.first_token_time:
             tokens = len(job.result.tokens)
-            self._ttft.observe(job.first_at - job.submitted)
-            self._latency.observe(job.last_at - job.submitted)
+            self._ttft.observe(job.first_token_time - job.submitted)
+            self._latency.observe(job.last_token_time - job.submitted)
             self._queued.observe(job.admitted - job.submitted)
             self._prompts.observe(len(job.prompt))
             self._answers.observe(tokens)
             if tokens > 1:
-                self._tpot.observe((job.last_at - job.first_at) / (tokens - 1))
+                self._tpot.observe((job.last_token_time - job.first_token_time) / (tokens - 1))
 
-    async def _tell(self) -> None:
+    async def _export(self) -> None:
         while True:
             for name, counter in self._counters.items():
-                now = getattr(self._engine, COUNTERS[name][0])
-                if now > self._told[name]:
-                    counter.inc(now - self._told[name])
-                    self._told[name] = now
+                value = getattr(self._engine, COUNTERS[name][0])
+                if value > self._exported[name]:
+                    counter.inc(value - self._exported[name])
+                    self._exported[name] = value
             for name, gauge in self._gauges.items():
                 gauge.set(getattr(self._engine, GAUGES[name][0]))
-            await asyncio.sleep(EVERY)
+            await asyncio.sleep(UPDATE_SECONDS)

@@ -28,7 +28,7 @@ from speculative.serving.api import tokenization
 from speculative.serving.api.base_request import BaseRequest
 from speculative.serving.api.chat_completions import ChatCompletionRequest
 from speculative.serving.api.completions import CompletionRequest
-from speculative.serving.api.errors import ApiError, described, shown, too_long
+from speculative.serving.api.errors import ApiError, describe_error, prompt_too_long, shorten
 from speculative.serving.api.logprobs import TokenTexts
 from speculative.serving.api.response_events import ResponsesBuilder
 from speculative.serving.api.responses import ResponseBuilder, model_card
@@ -36,7 +36,7 @@ from speculative.serving.api.responses_api import ResponsesRequest
 from speculative.serving.api.structured_output import Structure
 from speculative.serving.api.token_sources import TokenSources
 from speculative.serving.api.tokenization import DetokenizeRequest, TokenizeRequest
-from speculative.serving.api.tool_calls import format_of
+from speculative.serving.api.tool_calls import detect_tool_format
 from speculative.serving.engine import health
 from speculative.serving.engine.engine_thread import Engine, EngineFailed, Expired, GenerationHandle, QueueFull, pieces
 from speculative.serving.engine.metrics import Metrics
@@ -50,7 +50,7 @@ from speculative.serving.settings import Limits
 
 RETRY = 10  # seconds in which Ray Serve usually replaces a broken replica
 T = TypeVar("T")
-AskedT = TypeVar("AskedT", TokenizeRequest, DetokenizeRequest)
+RequestT = TypeVar("RequestT", TokenizeRequest, DetokenizeRequest)
 
 
 class Stopped(Exception):
@@ -74,48 +74,50 @@ class Endpoint:
         self.draft_length = draft_length
         self._traces = traces
         self.draining = self.stopped = False
-        self.asking = 0  # requests without a complete response
+        self.open_requests = 0  # requests without a complete response
         self.longest_prompt = request_limits.longest_prompt(limits, engine.decoder.main.context)
         tokenizer = engine.decoder.tokenizer
-        self._tool_format = format_of(tokenizer.chat_template) if tokenizer and tokenizer.chat_template else None
+        self._tool_format = (
+            detect_tool_format(tokenizer.chat_template) if tokenizer and tokenizer.chat_template else None
+        )
         self._created = int(time.time())
         self._encoding = ThreadPoolExecutor(1, "encoding")  # one thread: chat templates are not known to be thread-safe
-        self._token_texts: TokenTexts | None = None  # read when log-probabilities are asked for
-        self._coming = 0  # choices of requests being encoded or waiting for it
+        self._token_texts: TokenTexts | None = None  # created on the first request for log-probabilities
+        self._encoding_texts = 0  # texts of requests that are being encoded or wait for the encoding thread
         self._jobs: set[GenerationHandle] = set()
 
     async def drain(self, seconds: float) -> int:
         """Reject new requests, wait up to `seconds` for running ones, cancel the rest, and return their number."""
         self.draining = True
-        until = time.monotonic() + seconds
-        while self.asking and time.monotonic() < until:
+        deadline = time.monotonic() + seconds
+        while self.open_requests and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
-        left, self.stopped = self.asking, True
+        unfinished, self.stopped = self.open_requests, True
         for job in self._jobs:
             if not job.finished:
                 self.engine.cancel(job)
                 job.finish(Stopped())
-        return left
+        return unfinished
 
     def application(self, keys: frozenset[bytes] | None, cors_origins: Sequence[str] = ()) -> FastAPI:
         """Return the ASGI application. `keys`: digests of the API keys (`middleware.digest`); None: no key required.
         Pages of `cors_origins` may use it."""
         app = Application(cors_origins, title="A speculative pair", docs_url=None, redoc_url=None)
-        app.router.route_class = request_body.route_of(self.longest_prompt)
+        app.router.route_class = request_body.body_route(self.longest_prompt)
         app.add_middleware(
             Guard,
             keys=keys,
-            max_body=request_body.most_bytes(self.longest_prompt),
+            max_body=request_body.max_bytes(self.longest_prompt),
             limits=self.limits,
-            refused=self.metrics.refused,
+            on_rejected=self.metrics.count_rejected,
         )
         handlers: dict[type[Exception], Callable[[Request, Any], Awaitable[Response]]] = {
-            StarletteHTTPException: self._refuse,
-            RequestValidationError: self._refuse_body,
-            Exception: self._fail,
+            StarletteHTTPException: self._error_response,
+            RequestValidationError: self._invalid_body_response,
+            Exception: self._internal_error_response,
         }
-        for kind, answer in handlers.items():
-            app.add_exception_handler(kind, answer)
+        for error_type, handler in handlers.items():
+            app.add_exception_handler(error_type, handler)
         for method, path, handle in (
             ("GET", "/health", self.health),
             ("GET", "/v1/models", self.models),
@@ -126,7 +128,7 @@ class Endpoint:
             ("POST", "/tokenize", self.tokenize),
             ("POST", "/detokenize", self.detokenize),
         ):
-            answers = openapi.answers(path, bool(keys))
+            answers = openapi.path_responses(path, bool(keys))
             app.add_api_route(path, handle, methods=[method], response_model=None, responses=answers)
         app.add_api_route("/", page, include_in_schema=False)
         openapi.describe(app)
@@ -136,13 +138,13 @@ class Endpoint:
 
     async def health(self) -> dict:
         self._check_open()
-        if trouble := self.trouble():
-            raise ApiError(503, f"The engine is broken: {trouble}.", "engine_failed", retry_after=RETRY)
+        if problem := self.health_problem():
+            raise ApiError(503, f"The engine is broken: {problem}.", "engine_failed", retry_after=RETRY)
         return {"status": "ok", "running": self.engine.running, "waiting": self.engine.waiting}
 
-    def trouble(self) -> str | None:
+    def health_problem(self) -> str | None:
         """Return the reason for Ray Serve to replace this replica, or None."""
-        return health.trouble(self.engine)
+        return health.problem(self.engine)
 
     async def models(self) -> dict:
         return {"object": "list", "data": [model_card(self.name, self._created, self.engine.decoder)]}
@@ -151,187 +153,199 @@ class Endpoint:
         self._check_model(name)
         return model_card(self.name, self._created, self.engine.decoder)
 
-    async def chat(self, asked: ChatCompletionRequest, request: Request) -> Response:
+    async def chat(self, request: ChatCompletionRequest, raw_request: Request) -> Response:
         self._check_chat_template()
-        return await self._answer(asked, request)
+        return await self._generate(request, raw_request)
 
-    async def respond(self, asked: ResponsesRequest, request: Request) -> Response:
+    async def respond(self, request: ResponsesRequest, raw_request: Request) -> Response:
         self._check_chat_template()
-        return await self._answer(asked.chat, request, asked)
+        return await self._generate(request.chat, raw_request, request)
 
-    async def complete(self, asked: CompletionRequest, request: Request) -> Response:
-        return await self._answer(asked, request)
+    async def complete(self, request: CompletionRequest, raw_request: Request) -> Response:
+        return await self._generate(request, raw_request)
 
-    async def tokenize(self, asked: TokenizeRequest) -> dict:
-        return await self._by_tokenizer(tokenization.tokenize, asked)
+    async def tokenize(self, request: TokenizeRequest) -> dict:
+        return await self._run_tokenizer(tokenization.tokenize, request)
 
-    async def detokenize(self, asked: DetokenizeRequest) -> dict:
-        return await self._by_tokenizer(tokenization.detokenize, asked)
+    async def detokenize(self, request: DetokenizeRequest) -> dict:
+        return await self._run_tokenizer(tokenization.detokenize, request)
 
     # ---- answers ----------------------------------------------------------------------------------------------------
 
-    async def _answer(
+    async def _generate(
         self,
-        asked: BaseRequest,
-        request: Request,
+        request: BaseRequest,
+        raw_request: Request,
         original: ResponsesRequest | None = None,
     ) -> Response:
-        """Decode `asked` and build the response; in the format of `original`, if `asked` was made from it."""
+        """Decode `request` and build the response; in the format of `original`, if `request` was made from it."""
         self._check_open()
-        self._check_model(asked.model)
+        self._check_model(request.model)
         if self.engine.error:
-            raise self._as_answer(self.engine.error)
-        request_limits.check_number(asked, self.limits)
-        request_limits.check_tokens(asked, self.engine.decoder.main.vocab_size)
-        request_limits.check_tools(asked, self._tool_format, self.name)
-        self.asking += 1
+            raise self._api_error(self.engine.error)
+        request_limits.check_num_texts(request, self.limits)
+        request_limits.check_tokens(request, self.engine.decoder.main.vocab_size)
+        request_limits.check_tools(request, self._tool_format, self.name)
+        self.open_requests += 1
         try:
-            echoes = await self._in_encoding_thread(self._echoes, asked) if asked.repeated else []
-            jobs = await self._submit(asked, salt(request.headers.get("authorization", ""), asked.prompt_cache_key))
+            echoes = (
+                await self._run_in_encoding_thread(self._decode_echoed_prompts, request)
+                if request.echoed_prompts
+                else []
+            )
+            jobs = await self._submit(
+                request, salt(raw_request.headers.get("authorization", ""), request.prompt_cache_key)
+            )
         except BaseException:
-            self.asking -= 1
+            self.open_requests -= 1
             raise
-        answer: ResponseBuilder | ResponsesBuilder
-        if original and isinstance(asked, ChatCompletionRequest):
-            answer = ResponsesBuilder(original, self.name, jobs, asked.parser(self._tool_format))
+        builder: ResponseBuilder | ResponsesBuilder
+        if original and isinstance(request, ChatCompletionRequest):
+            builder = ResponsesBuilder(original, self.name, jobs, request.parser(self._tool_format))
         else:
-            sources = self._sources(asked, jobs)
-            answer = ResponseBuilder(asked, self.name, jobs, self._token_texts, echoes, sources, self._tool_format)
-        if asked.stream:  # nothing is awaited between `_submit` and the stream, which ends the jobs
-            return EventStream(self._until_over(jobs, asked, request), lambda: self._events(jobs, answer))
-        with self._until_over(jobs, asked, request):
+            sources = self._token_sources(request, jobs)
+            builder = ResponseBuilder(request, self.name, jobs, self._token_texts, echoes, sources, self._tool_format)
+        if request.stream:  # nothing is awaited between `_submit` and the stream, which ends the jobs
+            return EventStream(self._request_context(jobs, request, raw_request), lambda: self._events(jobs, builder))
+        with self._request_context(jobs, request, raw_request):
             async for _ in pieces(jobs):
                 pass
-            if asked.top is None and asked.top_of_prompt is None:
-                return JSONResponse(answer.whole())
-            return await self._in_encoding_thread(lambda: JSONResponse(answer.whole()))
+            if request.num_logprobs is None and request.num_prompt_logprobs is None:
+                return JSONResponse(builder.full_response())
+            return await self._run_in_encoding_thread(lambda: JSONResponse(builder.full_response()))
 
-    def _sources(self, asked: BaseRequest, jobs: list[GenerationHandle]) -> list[TokenSources]:
+    def _token_sources(self, request: BaseRequest, jobs: list[GenerationHandle]) -> list[TokenSources]:
         tokenizer = self.engine.decoder.tokenizer
-        if not (tokenizer and asked.stream_options and asked.stream_options.include_draft_tokens):
+        if not (tokenizer and request.stream_options and request.stream_options.include_draft_tokens):
             return []
         return [TokenSources(job, tokenizer.decode, self.engine.decoder.cleans_up) for job in jobs]
 
-    async def _submit(self, asked: BaseRequest, salt: bytes) -> list[GenerationHandle]:
+    async def _submit(self, request: BaseRequest, salt: bytes) -> list[GenerationHandle]:
         """Encode the prompts and submit a job for each text. A full queue rejects the request before encoding."""
         jobs: list[GenerationHandle] = []
         try:
-            self.engine.check_queue(self._coming + asked.all_texts)
-            structure = asked.structure(self._tool_format)
-            grammar = await self._compiled(structure) if structure else None
-            prompts = await self._encoded(asked)
+            self.engine.check_queue(self._encoding_texts + request.total_texts)
+            structure = request.structure(self._tool_format)
+            grammar = await self._compile_grammar(structure) if structure else None
+            prompts = await self._encode_prompts(request)
             if self.stopped:
                 raise Stopped
             context = self.engine.decoder.main.context
-            rooms = [request_limits.room(asked, len(prompt), self.limits, context) for prompt in prompts]
-            configs = [asked.config(room) for room in rooms]
-            if (least := asked.min_tokens or 0) > (most := min(config.max_new_tokens for config in configs)):
-                message = f"min_tokens: is {least}, but at most {most} tokens are generated."
+            max_new_tokens = [
+                request_limits.max_new_tokens(request, len(prompt), self.limits, context) for prompt in prompts
+            ]
+            configs = [request.config(limit) for limit in max_new_tokens]
+            if (min_tokens := request.min_tokens or 0) > (
+                max_tokens := min(config.max_new_tokens for config in configs)
+            ):
+                message = f"min_tokens: is {min_tokens}, but at most {max_tokens} tokens are generated."
                 raise ApiError(400, message, "invalid_request", "min_tokens")
-            self.engine.check_queue(asked.all_texts)
+            self.engine.check_queue(request.total_texts)
             for prompt, config in zip(prompts, configs, strict=True):
                 self._set_draft_length(config)
-                self._set_stop_tokens(asked, config)
+                self._set_stop_tokens(request, config)
                 if structure:
                     config.structured_output_config = structure.config
                     if structure.forces_calls:  # a stop string would cut them
                         config.stop_strings = set()
-                for i in range(asked.texts):
-                    seed, top = asked.random_seed(i), asked.top_of_prompt
-                    of_prompt = max(top, 1) if top is not None and (asked.stream or i == 0) else 0
+                for i in range(request.texts_per_prompt):
+                    seed, top = request.random_seed(i), request.num_prompt_logprobs
+                    num_prompt_logprobs = max(top, 1) if top is not None and (request.stream or i == 0) else 0
                     job = self.engine.submit(
-                        prompt, config, seed, self.limits.timeout, salt, asked.logit_bias, of_prompt,
-                        asked.continues_prompt,
+                        prompt, config, seed, self.limits.timeout, salt, request.logit_bias, num_prompt_logprobs,
+                        request.continues_prompt,
                     )  # fmt: skip
                     job.grammar = grammar
                     jobs.append(job)
         except (QueueFull, EngineFailed, Stopped) as error:
             for job in jobs:
                 self.engine.cancel(job)
-            raise self._as_answer(error) from error
+            raise self._api_error(error) from error
         return jobs
 
-    async def _compiled(self, structure: Structure) -> Grammar:
+    async def _compile_grammar(self, structure: Structure) -> Grammar:
         """The grammar of a request. It stays compiled for the decoder as long as it is referenced."""
         assert self.engine.decoder.grammars  # as there is a tokenizer
         try:
-            compile = self.engine.decoder.grammars.compile
-            return await asyncio.get_running_loop().run_in_executor(self._encoding, compile, structure.config)
+            compile_grammar = self.engine.decoder.grammars.compile
+            return await asyncio.get_running_loop().run_in_executor(self._encoding, compile_grammar, structure.config)
         except ValueError as error:
             problem = str(error).partition(" is invalid: ")[2] or str(error)
             message = f"{structure.parameter}: is invalid or not supported: {problem}."
             raise ApiError(400, message, "invalid_request", structure.parameter) from None
 
-    def _echoes(self, asked: BaseRequest) -> list[str]:
+    def _decode_echoed_prompts(self, request: BaseRequest) -> list[str]:
         """The echoed prompts."""
         tokenizer = self.engine.decoder.tokenizer
         assert tokenizer  # a server has one
-        return [one if isinstance(one, str) else tokenizer.decode(one) for one in asked.repeated]
+        return [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in request.echoed_prompts]
 
-    async def _encoded(self, asked: BaseRequest) -> list[np.ndarray]:
-        self._coming += asked.all_texts
+    async def _encode_prompts(self, request: BaseRequest) -> list[np.ndarray]:
+        self._encoding_texts += request.total_texts
         try:
-            return await self._in_encoding_thread(self._encode, asked)
+            return await self._run_in_encoding_thread(self._encode, request)
         finally:
-            self._coming -= asked.all_texts
+            self._encoding_texts -= request.total_texts
 
-    async def _by_tokenizer(self, act: Callable[[BatchDecoder, AskedT], dict], asked: AskedT) -> dict:
+    async def _run_tokenizer(self, function: Callable[[BatchDecoder, RequestT], dict], request: RequestT) -> dict:
         self._check_open()
-        if asked.model is not None:
-            self._check_model(asked.model)
-        self.asking += 1
+        if request.model is not None:
+            self._check_model(request.model)
+        self.open_requests += 1
         try:
-            return await self._in_encoding_thread(act, self.engine.decoder, asked)
+            return await self._run_in_encoding_thread(function, self.engine.decoder, request)
         finally:
-            self.asking -= 1
+            self.open_requests -= 1
 
-    async def _in_encoding_thread(self, act: Callable[..., T], *arguments: object) -> T:
+    async def _run_in_encoding_thread(self, function: Callable[..., T], *arguments: object) -> T:
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._encoding, act, *arguments)
+            return await asyncio.get_running_loop().run_in_executor(self._encoding, function, *arguments)
         except (ValueError, RuntimeError, OverflowError) as error:
             message = f"The prompt cannot be encoded: {' '.join(engine_lines(error))}"
             raise ApiError(400, message, "invalid_prompt") from None
 
     async def _events(
-        self, jobs: list[GenerationHandle], answer: ResponseBuilder | ResponsesBuilder
+        self, jobs: list[GenerationHandle], builder: ResponseBuilder | ResponsesBuilder
     ) -> AsyncIterator[bytes]:
-        if head := answer.begin():
+        if head := builder.begin():
             yield head
         try:
             async for index, text in pieces(jobs):
                 if text is None:
-                    yield answer.end_choice(index, jobs[index].result.finish_reason)
-                elif events := answer.piece(index, text):
+                    yield builder.end_choice(index, jobs[index].result.finish_reason)
+                elif events := builder.piece(index, text):
                     yield events
-            yield answer.end()
+            yield builder.end()
         except Exception as error:
-            yield answer.broken(self._as_answer(error))
+            yield builder.error_event(self._api_error(error))
             raise AlreadySent from error
 
     @contextmanager
-    def _until_over(self, jobs: list[GenerationHandle], asked: BaseRequest, request: Request) -> Iterator[None]:
+    def _request_context(
+        self, jobs: list[GenerationHandle], request: BaseRequest, raw_request: Request
+    ) -> Iterator[None]:
         """Context manager of a running request. Its end frees the slots in the batch and counts the outcomes."""
         self._jobs.update(jobs)
         outcome = "disconnected"
         try:
             yield
-            outcome = ""  # each job has its own
+            outcome = ""  # each job has its own finish reason
         except Exception as error:
-            answer = self._as_answer(error.__cause__ if isinstance(error, AlreadySent) else error)
-            outcome = answer.body["error"]["code"] or "decoding_failed"
+            response = self._api_error(error.__cause__ if isinstance(error, AlreadySent) else error)
+            outcome = response.body["error"]["code"] or "decoding_failed"
             if not isinstance(error, AlreadySent):
-                answer.is_counted = True
-                raise answer from error
+                response.is_counted = True
+                raise response from error
         finally:
-            self.asking -= 1
+            self.open_requests -= 1
             self._jobs.difference_update(jobs)
             for job in jobs:
                 self.engine.cancel(job)
-                self.metrics.over(job, outcome or job.result.finish_reason)
+                self.metrics.count_finished(job, outcome or job.result.finish_reason)
             if self._traces:
-                self._traces.over(asked, request.headers, jobs, outcome)
+                self._traces.send_span(request, raw_request.headers, jobs, outcome)
 
-    def _as_answer(self, error: BaseException | None) -> ApiError:
+    def _api_error(self, error: BaseException | None) -> ApiError:
         """Return the response to an error: 4xx for an invalid request, 503 if a retry helps, 500 for a defect."""
         if isinstance(error, QueueFull):
             message = f"The queue is full ({self.limits.max_queue} requests): retry in {error.seconds} s."
@@ -362,25 +376,27 @@ class Endpoint:
 
     def _check_model(self, name: str) -> None:
         if name != self.name:
-            message = f"The model {shown(repr(name))} does not exist: use {self.name!r}."
+            message = f"The model {shorten(repr(name))} does not exist: use {self.name!r}."
             raise ApiError(404, message, "model_not_found", "model")
 
-    def _encode(self, asked: BaseRequest) -> list[np.ndarray]:
+    def _encode(self, request: BaseRequest) -> list[np.ndarray]:
         tokenizer = self.engine.decoder.tokenizer
-        if not self._token_texts and (asked.top is not None or asked.top_of_prompt is not None):
+        if not self._token_texts and (request.num_logprobs is not None or request.num_prompt_logprobs is not None):
             assert tokenizer  # a server has one
             self._token_texts = TokenTexts(tokenizer)
         try:
-            return [self.engine.decoder.encode(prompt, asked.config(1)) for prompt in asked.prompts(self._tool_format)]
+            return [
+                self.engine.decoder.encode(prompt, request.config(1)) for prompt in request.prompts(self._tool_format)
+            ]
         except TextTooLong as error:
-            raise too_long(error, asked.prompt_name) from None
+            raise prompt_too_long(error, request.prompt_name) from None
 
-    def _set_stop_tokens(self, asked: BaseRequest, config: GenerationConfig) -> None:
+    def _set_stop_tokens(self, request: BaseRequest, config: GenerationConfig) -> None:
         """With `stop_token_ids`, `ignore_eos` ignores the model's own stop tokens only."""
-        if asked.stop_token_ids:
-            config.stop_token_ids = set(asked.stop_token_ids)
-            if asked.ignore_eos:
-                config.eos_token_id = asked.stop_token_ids[0]  # instead of the model's own
+        if request.stop_token_ids:
+            config.stop_token_ids = set(request.stop_token_ids)
+            if request.ignore_eos:
+                config.eos_token_id = request.stop_token_ids[0]  # instead of the model's own
             config.ignore_eos = False
 
     def _set_draft_length(self, config: GenerationConfig) -> None:
@@ -391,23 +407,27 @@ class Endpoint:
 
     # ---- errors -----------------------------------------------------------------------------------------------------
 
-    async def _refuse(self, request: Request, error: HTTPException) -> Response:
+    async def _error_response(self, raw_request: Request, error: HTTPException) -> Response:
         if not isinstance(error, ApiError):
             headers = error.headers
-            error = ApiError(error.status_code, f"{shown(f'{request.method} {request.url.path}')}: {error.detail}.")
+            error = ApiError(
+                error.status_code, f"{shorten(f'{raw_request.method} {raw_request.url.path}')}: {error.detail}."
+            )
             error.headers = headers
         if not error.is_counted:
-            self.metrics.refused(error.status_code)
+            self.metrics.count_rejected(error.status_code)
         return error.response()
 
-    async def _refuse_body(self, request: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        place, problem = described({**first, "loc": first["loc"][1:]})
-        message = f"{place or 'The body'}: {problem}."
-        return await self._refuse(request, ApiError(400, message, "invalid_request", place or None))
+    async def _invalid_body_response(self, raw_request: Request, error: RequestValidationError) -> Response:
+        details = error.errors()[0]
+        parameter, problem = describe_error({**details, "loc": details["loc"][1:]})
+        message = f"{parameter or 'The body'}: {problem}."
+        return await self._error_response(raw_request, ApiError(400, message, "invalid_request", parameter or None))
 
-    async def _fail(self, request: Request, error: Exception) -> Response:
-        return await self._refuse(request, ApiError(500, "The server failed on this request.", "internal_error"))
+    async def _internal_error_response(self, raw_request: Request, error: Exception) -> Response:
+        return await self._error_response(
+            raw_request, ApiError(500, "The server failed on this request.", "internal_error")
+        )
 
 
 class Application(FastAPI):

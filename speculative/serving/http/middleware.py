@@ -34,14 +34,14 @@ class Guard:
         keys: frozenset[bytes] | None,
         max_body: int,
         limits: Limits,
-        refused: Callable[[int], None],
+        on_rejected: Callable[[int], None],
     ):
-        """`max_body` is in bytes. `refused` is called with the status of each rejected request."""
+        """`max_body` is in bytes. `on_rejected` is called with the status of each rejected request."""
         self.app = app
         self.keys = keys
         self.max_body = max_body
         self.limits = limits
-        self.refused = refused
+        self.on_rejected = on_rejected
         self.open = 0  # requests being processed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -53,11 +53,11 @@ class Guard:
             length = headers.get(b"content-length", b"0")
             if length.isdigit() and int(length) > self.max_body:
                 raise self._too_large()
-            if self.open >= self.limits.open:
+            if self.open >= self.limits.max_open_requests:
                 raise ApiError(429, f"{self.open} requests are already open: retry in 1 s.", "queue_full",
                                retry_after=1)  # fmt: skip
         except ApiError as error:
-            self.refused(error.status_code)
+            self.on_rejected(error.status_code)
             return await error.response()(scope, receive, send)
         self.open += 1
         try:
@@ -69,28 +69,28 @@ class Guard:
         kind, _, given = authorization.partition(" ")
         if self.keys is None:
             return
-        found = digest(given.strip())
-        if kind.lower() != "bearer" or not any(hmac.compare_digest(found, key) for key in self.keys):
+        given_digest = digest(given.strip())
+        if kind.lower() != "bearer" or not any(hmac.compare_digest(given_digest, key) for key in self.keys):
             raise ApiError(401, "The API key is missing or wrong: send the header Authorization: Bearer KEY.",
                            "invalid_api_key")  # fmt: skip
 
     def _bounded(self, receive: Receive) -> Receive:
         """Receive the body within its size and time limits; after it, pass on disconnect messages."""
-        came, whole = 0, False
+        received, is_complete = 0, False
         until = asyncio.get_running_loop().time() + self.limits.body_timeout
 
         async def bounded() -> Message:
-            nonlocal came, whole
-            if whole:
+            nonlocal received, is_complete
+            if is_complete:
                 return await receive()
             try:
                 message = await asyncio.wait_for(receive(), until - asyncio.get_running_loop().time())
             except asyncio.TimeoutError:
                 seconds = self.limits.body_timeout
                 raise ApiError(408, f"The body was not received within {seconds:g} s.", "body_too_slow") from None
-            came += len(message.get("body", b""))
-            whole = not message.get("more_body", False)
-            if came > self.max_body:
+            received += len(message.get("body", b""))
+            is_complete = not message.get("more_body", False)
+            if received > self.max_body:
                 raise self._too_large()
             return message
 

@@ -23,7 +23,7 @@ ERRORS = {
     503: "The server is shutting down, or its engine is being replaced",
     504: "The request exceeded its time limit",
 }
-WAITS = {429, 503}  # with the header retry-after
+RETRYABLE = {429, 503}  # with the header retry-after
 SECONDS = {"type": "integer", "minimum": 1}
 ID = {"x-request-id": {"description": "As in the request, or a new one", "required": True,
                        "schema": {"type": "string", "minLength": 1, "maxLength": 128}}}  # fmt: skip
@@ -323,55 +323,55 @@ class Detokenized(Schema):
     prompt: str
 
 
-LOOKED_AT = (413, 429, 500)  # errors of every path but /health
-READ = (400, 404, 408, *LOOKED_AT, 503)  # and of paths that read a body
-DECODED = (*READ, 504)
-ANSWERS = {  # by path: schema of the response, schema of a stream's chunks, errors
+COMMON_ERRORS = (413, 429, 500)  # errors of every path but /health
+BODY_ERRORS = (400, 404, 408, *COMMON_ERRORS, 503)  # and of paths that read a body
+GENERATION_ERRORS = (*BODY_ERRORS, 504)
+RESPONSES = {  # by path: schema of the response, schema of a stream's chunks, errors
     "/health": (Health, None, (500, 503)),
-    "/v1/models": (ModelList, None, LOOKED_AT),
-    "/v1/models/{name:path}": (ModelCard, None, (404, *LOOKED_AT)),
-    "/v1/chat/completions": (ChatCompletion, ChatCompletionChunk, DECODED),
-    "/v1/completions": (Completion, CompletionChunk, DECODED),
-    "/v1/responses": (ResponseObject, ResponseEvent, DECODED),
-    "/tokenize": (Tokenized, None, READ),
-    "/detokenize": (Detokenized, None, READ),
+    "/v1/models": (ModelList, None, COMMON_ERRORS),
+    "/v1/models/{name:path}": (ModelCard, None, (404, *COMMON_ERRORS)),
+    "/v1/chat/completions": (ChatCompletion, ChatCompletionChunk, GENERATION_ERRORS),
+    "/v1/completions": (Completion, CompletionChunk, GENERATION_ERRORS),
+    "/v1/responses": (ResponseObject, ResponseEvent, GENERATION_ERRORS),
+    "/tokenize": (Tokenized, None, BODY_ERRORS),
+    "/detokenize": (Detokenized, None, BODY_ERRORS),
 }
 
 
-def answers(path: str, keys: bool) -> dict[int | str, dict[str, Any]]:
+def path_responses(path: str, keys: bool) -> dict[int | str, dict[str, Any]]:
     """The responses of a path, in FastAPI's form. `keys`: whether an API key is required."""
-    whole, chunk, errors = ANSWERS[path]
-    answer: dict[str, Any] = {"model": whole, "description": "The response", "headers": ID}
+    schema, chunk, errors = RESPONSES[path]
+    response: dict[str, Any] = {"model": schema, "description": "The response", "headers": ID}
     if chunk is ResponseEvent:
-        answer["description"] += ", or with stream=true its events, of which the last may be an error"
-        answer["content"] = {"text/event-stream": {"itemSchema": typed_event()}}
+        response["description"] += ", or with stream=true its events, of which the last may be an error"
+        response["content"] = {"text/event-stream": {"itemSchema": typed_event()}}
     elif chunk:
-        answer["description"] += ", or with stream=true its chunks, followed by `[DONE]` or an error"
-        answer["content"] = {"text/event-stream": {"itemSchema": event(chunk)}}
+        response["description"] += ", or with stream=true its chunks, followed by `[DONE]` or an error"
+        response["content"] = {"text/event-stream": {"itemSchema": event(chunk)}}
     if keys and path not in OPEN:
         errors += (401,)
-    described: dict[int | str, dict[str, Any]] = {200: answer}
-    return described | {status: error(status) for status in sorted(errors)}
+    describe_error: dict[int | str, dict[str, Any]] = {200: response}
+    return describe_error | {status: error(status) for status in sorted(errors)}
 
 
 def error(status: int) -> dict[str, Any]:
-    headers = {**ID, **(RETRY_AFTER if status in WAITS else {})}
+    headers = {**ID, **(RETRY_AFTER if status in RETRYABLE else {})}
     return {"model": Error, "description": ERRORS[status], "headers": headers}
 
 
 def event(chunk: type[BaseModel]) -> dict:
     """Schema of a server-sent event with a chunk or an error, in the form of OpenAPI 3.2 and FastAPI."""
-    data = {"anyOf": [json_of(chunk, Error), {"const": "[DONE]"}]}
+    data = {"anyOf": [json_schema_of(chunk, Error), {"const": "[DONE]"}]}
     return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
 def typed_event() -> dict:
     """Schema of an event of /v1/responses, whose type is also the name of the event."""
-    properties = {"event": {"type": "string"}, "data": {"anyOf": [json_of(ResponseEvent)]}}
+    properties = {"event": {"type": "string"}, "data": {"anyOf": [json_schema_of(ResponseEvent)]}}
     return {"type": "object", "properties": properties, "required": ["event", "data"]}
 
 
-def json_of(*shapes: type[BaseModel]) -> dict:
+def json_schema_of(*shapes: type[BaseModel]) -> dict:
     """Schema of a string with JSON of one of these shapes."""
     references = [{"$ref": REFERENCE.format(model=shape.__name__)} for shape in shapes]
     return {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": references}}
@@ -379,22 +379,22 @@ def json_of(*shapes: type[BaseModel]) -> dict:
 
 def describe(app: FastAPI) -> None:
     """Complete the OpenAPI document of `app`. FastAPI documents a 422 of its own, but this server sends 400 instead."""
-    made = app.openapi
+    default_openapi = app.openapi
 
     def document() -> dict:
         if app.openapi_schema:
             return app.openapi_schema
-        found = made()
-        for path in found["paths"].values():
+        spec = default_openapi()
+        for path in spec["paths"].values():
             for operation in path.values():
                 operation["responses"].pop("422", None)
-        schemas = found["components"]["schemas"]
+        schemas = spec["components"]["schemas"]
         for name in ("HTTPValidationError", "ValidationError"):
             schemas.pop(name, None)
         chunks: list[tuple[type[BaseModel], Literal["serialization"]]] = [
             (shape, "serialization") for shape in (ChatCompletionChunk, CompletionChunk, ResponseEvent)
         ]
         schemas |= models_json_schema(chunks, ref_template=REFERENCE)[1]["$defs"]
-        return found
+        return spec
 
     app.openapi = document  # type: ignore[method-assign]

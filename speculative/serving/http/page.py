@@ -15,9 +15,9 @@ HTML = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 
 def _hash_of(element: str) -> str:
     """The source expression of an inline element in a Content-Security-Policy."""
-    found = re.search(f"<{element}>(.*?)</{element}>", HTML, re.DOTALL)
-    assert found
-    return f"'sha256-{base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode()}'"
+    match = re.search(f"<{element}>(.*?)</{element}>", HTML, re.DOTALL)
+    assert match
+    return f"'sha256-{base64.b64encode(hashlib.sha256(match[1].encode()).digest()).decode()}'"
 
 
 HEADERS = {

@@ -20,11 +20,11 @@ class RequestId:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        asked = MutableHeaders(scope=scope)
-        request_id = asked.get(HEADER, "")
+        headers = MutableHeaders(scope=scope)
+        request_id = headers.get(HEADER, "")
         if not ALLOWED.fullmatch(request_id):
             request_id = uuid.uuid4().hex
-        asked[HEADER] = request_id
+        headers[HEADER] = request_id
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

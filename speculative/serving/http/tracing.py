@@ -17,7 +17,7 @@ from speculative.serving.api.chat_completions import ChatCompletionRequest
 from speculative.serving.engine.engine_thread import GenerationHandle
 
 EXPORTER, PACKAGE = "opentelemetry.exporter.otlp.proto.http", "opentelemetry-exporter-otlp-proto-http"
-SERVICE = "openvino-speculative"  # unless OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES says otherwise
+SERVICE = "openvino-speculative"  # unless OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES is set
 
 
 def is_wanted() -> bool:
@@ -39,10 +39,10 @@ def problem() -> str | None:
     if protocol != "http/protobuf":
         return f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r}, which this server does not have: use http/protobuf."
     try:
-        found = find_spec(EXPORTER)
+        spec = find_spec(EXPORTER)
     except ModuleNotFoundError:  # of a package that should contain it
-        found = None
-    return None if found else f"traces need OpenTelemetry's exporter: `pip install {PACKAGE}` installs it."
+        spec = None
+    return None if spec else f"traces need OpenTelemetry's exporter: `pip install {PACKAGE}` installs it."
 
 
 def variables() -> dict[str, str]:
@@ -56,7 +56,7 @@ def _variable(*names: str) -> str:
 
 
 class Traces:
-    """Sends spans in the background; whatever a collector does, requests do not wait for it."""
+    """Sends spans in the background, so that requests never wait for the collector."""
 
     def __init__(self, model: str):
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -70,21 +70,21 @@ class Traces:
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
         self._tracer = self._provider.get_tracer("speculative.serving")
 
-    def over(
-        self, asked: BaseRequest, headers: Mapping[str, str], jobs: Sequence[GenerationHandle], error: str
+    def send_span(
+        self, request: BaseRequest, headers: Mapping[str, str], jobs: Sequence[GenerationHandle], error: str
     ) -> None:
         """Send the span of a request that ended. `headers` may have the context of its caller (`traceparent`); `error`
         is the code of the error that ended it, "disconnected", or empty."""
         from opentelemetry import propagate
         from opentelemetry.trace import SpanKind, StatusCode
 
-        operation = "chat" if isinstance(asked, ChatCompletionRequest) else "text_completion"
+        operation = "chat" if isinstance(request, ChatCompletionRequest) else "text_completion"
         now = time.time_ns()
         span = self._tracer.start_span(
             f"{operation} {self._model}",
             propagate.extract(headers),
             SpanKind.SERVER,
-            self._attributes(operation, asked, jobs),
+            self._attributes(operation, request, jobs),
             start_time=now - int(1e9 * (time.perf_counter() - jobs[0].submitted)),
         )
         if error:
@@ -96,28 +96,31 @@ class Traces:
         """Send what has not been sent yet."""
         self._provider.shutdown()
 
-    def _attributes(self, operation: str, asked: BaseRequest, jobs: Sequence[GenerationHandle]) -> dict[str, Any]:
-        begun, first = [job for job in jobs if job.request], jobs[:: asked.texts]  # first: of each prompt
-        ttft = jobs[0].first_at - jobs[0].submitted if asked.stream and jobs[0].first_at else None
+    def _attributes(self, operation: str, request: BaseRequest, jobs: Sequence[GenerationHandle]) -> dict[str, Any]:
+        started, first = (
+            [job for job in jobs if job.request],
+            jobs[:: request.texts_per_prompt],
+        )  # the first job of each prompt
+        ttft = jobs[0].first_token_time - jobs[0].submitted if request.stream and jobs[0].first_token_time else None
         attributes = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "openvino",
-            "gen_ai.request.model": asked.model,
+            "gen_ai.request.model": request.model,
             "gen_ai.response.model": self._model,
-            "gen_ai.request.stream": bool(asked.stream),
-            "gen_ai.request.choice.count": asked.texts if asked.texts > 1 else None,
+            "gen_ai.request.stream": bool(request.stream),
+            "gen_ai.request.choice.count": request.texts_per_prompt if request.texts_per_prompt > 1 else None,
             "gen_ai.request.max_tokens": jobs[0].config.max_new_tokens,
-            "gen_ai.request.temperature": asked.temperature,
-            "gen_ai.request.top_p": asked.top_p,
-            "gen_ai.request.seed": asked.seed,
+            "gen_ai.request.temperature": request.temperature,
+            "gen_ai.request.top_p": request.top_p,
+            "gen_ai.request.seed": request.seed,
             "gen_ai.response.finish_reasons": [
-                job.result.finish_reason for job in begun if job.finished and not job.error
+                job.result.finish_reason for job in started if job.finished and not job.error
             ],
             "gen_ai.usage.input_tokens": sum(len(job.prompt) for job in first),
             "gen_ai.usage.cache_read.input_tokens": sum(job.cached_tokens for job in first),
-            "gen_ai.usage.output_tokens": sum(len(job.result.tokens) for job in begun),
+            "gen_ai.usage.output_tokens": sum(len(job.result.tokens) for job in started),
             "gen_ai.response.time_to_first_chunk": ttft,
-            "speculative.draft_tokens": sum(sum(job.result.proposed) for job in begun),
-            "speculative.accepted_tokens": sum(sum(job.result.accepted) for job in begun),
+            "speculative.draft_tokens": sum(sum(job.result.proposed) for job in started),
+            "speculative.accepted_tokens": sum(sum(job.result.accepted) for job in started),
         }
         return {name: value for name, value in attributes.items() if value is not None}

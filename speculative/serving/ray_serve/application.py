@@ -24,10 +24,10 @@ from speculative.serving.settings import Settings
 NAME = "speculative"
 ROOT = str(Path(__file__).resolve().parents[3])
 ATTEMPTS = 3  # to load the models
-CLUSTERS = ("--host", "--port", "--address", "--metrics-port", "--drain")  # options that a config file replaces
-DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # not by a proxy of the environment
+CLUSTER_OPTIONS = ("--host", "--port", "--address", "--metrics-port", "--drain")  # a config file sets these itself
+DIRECT_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ignores HTTP_PROXY
 deployed = False  # whether this process has deployed the application
-MARGIN = 60  # seconds beyond the request timeout, for receiving the body and transport
+TIMEOUT_MARGIN = 60  # seconds beyond the request timeout, for receiving the body and transport
 
 
 class ServeFailed(Exception):
@@ -42,7 +42,7 @@ def start(settings: Settings) -> DeploymentHandle:
             http_options={
                 "host": settings.host,
                 "port": settings.port,
-                "request_timeout_s": settings.limits.timeout + MARGIN,
+                "request_timeout_s": settings.limits.timeout + TIMEOUT_MARGIN,
             },
         )
     except RayTaskError as error:
@@ -62,43 +62,43 @@ def start(settings: Settings) -> DeploymentHandle:
     global deployed
     deployed = True
     try:
-        handle = serve.run(bound(settings), name=NAME, route_prefix="/")
+        handle = serve.run(bind_deployment(settings), name=NAME, route_prefix="/")
     except RuntimeError as error:
-        raise ServeFailed(_reason() or str(error)) from error
+        raise ServeFailed(_startup_error() or str(error)) from error
     url = f"http://{in_url(settings.host)}:{settings.port}/health"
-    if _has_proxy(settings) and not answers(url):
+    if _has_proxy(settings) and not is_reachable(url):
         raise ServeFailed(f"{url} does not answer: is Ray Serve already running with another host or port?")
     return handle
 
 
 def build(args: dict[str, list[str]]) -> Application:
     """The application for a config file of Ray Serve. `args["options"]` are arguments of serve_pair.py without
-    `CLUSTERS`. Raises ValueError."""
-    given = list(map(str, args.get("options", [])))
-    if wrong := [option for option in CLUSTERS if any(word.partition("=")[0] == option for word in given)]:
-        raise ValueError(f"{wrong[0]} is an option of serve_pair.py: use the config file and Ray's own settings here")
+    `CLUSTER_OPTIONS`. Raises ValueError."""
+    options = list(map(str, args.get("options", [])))
+    if invalid := [option for option in CLUSTER_OPTIONS if any(word.partition("=")[0] == option for word in options)]:
+        raise ValueError(f"{invalid[0]} is an option of serve_pair.py: use the config file and Ray's own settings here")
     error = io.StringIO()
     try:
         with redirect_stderr(error):  # the host is the config file's: as on any network, a key is needed
-            settings = arguments.parse("", [*given, "--host", "0.0.0.0"])
+            settings = arguments.parse("", [*options, "--host", "0.0.0.0"])
     except SystemExit:
         raise ValueError(error.getvalue().strip()) from None
-    return bound(settings)
+    return bind_deployment(settings)
 
 
-def bound(settings: Settings) -> Application:
+def bind_deployment(settings: Settings) -> Application:
     """The application: the deployment of the replicas with its arguments."""
-    deployment = Replica.options(**options(settings))  # type: ignore[attr-defined]
+    deployment = Replica.options(**deployment_options(settings))  # type: ignore[attr-defined]
     return deployment.bind(settings.pair, settings.limits, settings.keys, settings.cors_origins)
 
 
-def options(settings: Settings) -> dict:
+def deployment_options(settings: Settings) -> dict:
     """The options of the Ray Serve deployment."""
     replicas: dict[str, object] = {"num_replicas": settings.replicas}
     if settings.max_replicas:
-        usual = {"target_ongoing_requests": settings.limits.max_num_seqs}
+        target = {"target_ongoing_requests": settings.limits.max_num_seqs}
         replicas = {
-            "autoscaling_config": {"min_replicas": settings.replicas, "max_replicas": settings.max_replicas, **usual}
+            "autoscaling_config": {"min_replicas": settings.replicas, "max_replicas": settings.max_replicas, **target}
         }
     routing: dict[str, object] = {}
     if settings.routing == "prefix":
@@ -110,13 +110,13 @@ def options(settings: Settings) -> dict:
     return {
         **replicas,
         **routing,
-        "max_ongoing_requests": settings.limits.ongoing,
-        "max_queued_requests": settings.limits.ongoing,  # in a proxy, beyond those at the replicas
+        "max_ongoing_requests": settings.limits.max_ongoing_requests,
+        "max_queued_requests": settings.limits.max_ongoing_requests,  # in a proxy, beyond those at the replicas
         "backpressure_config": BackpressureConfig(status_code=429, retry_after_s=1),
         "health_check_period_s": 5,
         "health_check_timeout_s": 30,
         # for a replica removed by autoscaling; when the server stops, `drain` has already finished all replicas
-        "graceful_shutdown_timeout_s": settings.limits.timeout + MARGIN,
+        "graceful_shutdown_timeout_s": settings.limits.timeout + TIMEOUT_MARGIN,
         "max_constructor_retry_count": ATTEMPTS,
         "ray_actor_options": {
             "num_cpus": settings.num_cpus or 1,
@@ -140,7 +140,7 @@ def stop() -> None:
         serve.shutdown()
 
 
-def _reason() -> str | None:
+def _startup_error() -> str | None:
     """Why the replicas do not start: the last line of their error."""
     deployments = serve.status().applications[NAME].deployments.values()
     lines = [line.strip() for deployment in deployments for line in deployment.message.splitlines() if line.strip()]
@@ -152,12 +152,12 @@ def _has_proxy(settings: Settings) -> bool:
     return not settings.address or ray.get_runtime_context().get_node_id() in serve.status().proxies
 
 
-def answers(url: str) -> bool:
-    until = time.monotonic() + 30
-    while time.monotonic() < until:
+def is_reachable(url: str) -> bool:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
         try:
-            with DIRECTLY.open(url, timeout=5):
+            with DIRECT_OPENER.open(url, timeout=5):
                 return True
-        except OSError:  # also an HTTP error: a proxy may not know of the application yet
+        except OSError:  # also an HTTP error: a proxy may not have the application's route yet
             time.sleep(0.1)
     return False

@@ -11,17 +11,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 HEADER = b"x-session-id"  # Ray gives its value to the router
 CHUNK = 256  # bytes of a body per hash
-READ = 128 * CHUNK  # bytes of a body that are looked at
-SECONDS = 1.0  # to wait for them: a slow client's request is routed by what has come
+PREFIX_BYTES = 128 * CHUNK  # of a body that are hashed
+READ_SECONDS = 1.0  # time limit for reading them: a slow client's request is routed by what has arrived
 
 
-def hashes(body: bytes, root: bytes) -> list[str]:
-    """A hash for every whole chunk of `body` and all before it; `root` is hashed before the first."""
-    found: list[str] = []
+def chunk_hashes(body: bytes, root: bytes) -> list[str]:
+    """For each full chunk of `body`, a hash of it and all chunks before it; `root` is hashed before the first."""
+    hashes: list[str] = []
     for end in range(CHUNK, len(body) + 1, CHUNK):
-        before = found[-1].encode() if found else root
-        found.append(hashlib.blake2b(before + body[end - CHUNK : end], digest_size=8).hexdigest())
-    return found
+        previous = hashes[-1].encode() if hashes else root
+        hashes.append(hashlib.blake2b(previous + body[end - CHUNK : end], digest_size=8).hexdigest())
+    return hashes
 
 
 class BeginningReader:
@@ -37,24 +37,24 @@ class BeginningReader:
         if scope["type"] != "http" or scope["method"] != "POST":
             return await self.app(scope, receive, send)
         messages = await self._read(receive)
-        body = b"".join(message.get("body", b"") for message in messages)[:READ]
-        found = hashes(body, dict(scope["headers"]).get(b"authorization", b""))
-        headers = [*scope["headers"], (HEADER, ",".join(found).encode())]
+        body = b"".join(message.get("body", b"") for message in messages)[:PREFIX_BYTES]
+        hashes = chunk_hashes(body, dict(scope["headers"]).get(b"authorization", b""))
+        headers = [*scope["headers"], (HEADER, ",".join(hashes).encode())]
 
-        async def again() -> Message:
+        async def replay() -> Message:
             return messages.pop(0) if messages else await receive()
 
-        await self.app({**scope, "headers": headers}, again, send)
+        await self.app({**scope, "headers": headers}, replay, send)
 
     @staticmethod
     async def _read(receive: Receive) -> list[Message]:
-        """The messages with the first `READ` bytes of the body, or those that come in time."""
+        """The messages with the first `PREFIX_BYTES` bytes of the body, or those that arrive within `READ_SECONDS`."""
         messages: list[Message] = []
         size, now = 0, asyncio.get_running_loop().time
-        until = now() + SECONDS
-        while size < READ and (not messages or messages[-1].get("more_body")):
+        deadline = now() + READ_SECONDS
+        while size < PREFIX_BYTES and (not messages or messages[-1].get("more_body")):
             try:
-                messages.append(await asyncio.wait_for(receive(), until - now()))
+                messages.append(await asyncio.wait_for(receive(), deadline - now()))
             except asyncio.TimeoutError:
                 break
             size += len(messages[-1].get("body", b""))

@@ -38,14 +38,14 @@ class Replica:
 
     async def check_health(self) -> None:
         """Called regularly by Ray Serve, which replaces a replica that raises."""
-        if trouble := self._endpoint.trouble():
-            raise RuntimeError(trouble)
+        if problem := self._endpoint.health_problem():
+            raise RuntimeError(problem)
 
     async def drain(self, seconds: float) -> int:
-        left = await self._endpoint.drain(seconds)
+        unfinished = await self._endpoint.drain(seconds)
         if self._traces:
             await asyncio.to_thread(self._traces.close)
-        return left
+        return unfinished
 
     async def cache_bytes(self) -> int:
         return self._engine.decoder.cache_bytes

@@ -17,27 +17,27 @@ from ray.serve.request_router import (
     RunningReplica,
 )
 
-MOST_HASHES = 50_000  # that a router remembers, the latest
+MAX_HASHES = 50_000  # a router keeps the latest ones
 
 
 class HashTable:
-    """The replicas that had requests with a hash, for the latest `MOST_HASHES` hashes."""
+    """The replicas that had requests with a hash, for the latest `MAX_HASHES` hashes."""
 
     def __init__(self) -> None:
         self._replicas: OrderedDict[str, set[ReplicaID]] = OrderedDict()
 
-    def add(self, found: list[str], replica: ReplicaID) -> None:
-        for one in found:
-            self._replicas.setdefault(one, set()).add(replica)
-            self._replicas.move_to_end(one)
-        while len(self._replicas) > MOST_HASHES:
+    def add(self, hashes: list[str], replica: ReplicaID) -> None:
+        for chunk_hash in hashes:
+            self._replicas.setdefault(chunk_hash, set()).add(replica)
+            self._replicas.move_to_end(chunk_hash)
+        while len(self._replicas) > MAX_HASHES:
             self._replicas.popitem(last=False)
 
-    def longest(self, found: list[str], among: set[ReplicaID]) -> set[ReplicaID]:
-        """The replicas `among` the given ones with the longest common prefix; none if no replica has any."""
-        for one in reversed(found):
-            if having := self._replicas.get(one, set()) & among:
-                return having
+    def longest_match(self, hashes: list[str], candidates: set[ReplicaID]) -> set[ReplicaID]:
+        """The replicas among `candidates` with the longest common prefix; none if no replica has any."""
+        for chunk_hash in reversed(hashes):
+            if matching := self._replicas.get(chunk_hash, set()) & candidates:
+                return matching
         return set()
 
 
@@ -47,7 +47,7 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
 
     def initialize_state(self, tolerance: int) -> None:
         self._tolerance = tolerance
-        self._table = HashTable()
+        self._hash_table = HashTable()
         self._loads = Counter[ReplicaID]()  # requests that this router has at each replica
 
     async def choose_replicas(
@@ -55,14 +55,14 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
     ) -> list[list[RunningReplica]]:
         from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter
 
-        usual = await PowerOfTwoChoicesRequestRouter.choose_replicas(self, candidate_replicas, pending_request)
-        found = self._hashes(pending_request)
-        having = self._table.longest(found, {replica.replica_id for replica in candidate_replicas})
-        if not having:
-            return usual
-        most = min(self._loads[replica.replica_id] for replica in candidate_replicas) + self._tolerance
-        fit = {replica for replica in having if self._loads[replica] <= most}
-        return [[replica for replica in candidate_replicas if replica.replica_id in fit], *usual]
+        default = await PowerOfTwoChoicesRequestRouter.choose_replicas(self, candidate_replicas, pending_request)
+        hashes = self._hashes(pending_request)
+        matching = self._hash_table.longest_match(hashes, {replica.replica_id for replica in candidate_replicas})
+        if not matching:
+            return default
+        max_load = min(self._loads[replica.replica_id] for replica in candidate_replicas) + self._tolerance
+        eligible = {replica for replica in matching if self._loads[replica] <= max_load}
+        return [[replica for replica in candidate_replicas if replica.replica_id in eligible], *default]
 
     def on_send_request(self, replica_id: ReplicaID) -> None:
         super().on_send_request(replica_id)
@@ -72,7 +72,7 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
         self._loads -= Counter([replica_id])  # keeps counts above 0 only
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        self._table.add(self._hashes(pending_request), replica_id)
+        self._hash_table.add(self._hashes(pending_request), replica_id)
 
     @staticmethod
     def _hashes(request: PendingRequest | None) -> list[str]:

@@ -22,22 +22,22 @@ from speculative.cli import console
 from speculative.cli.ray_cluster import ping
 from speculative.serving import resources
 
-TOKEN = "If it requires a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN on every machine of the cluster"
-EVERY, MISSES = 2.0, 3  # seconds between pings of Ray's head, and failures until it counts as lost
-RESTARTED = "SPECULATIVE_RESTARTED"  # set in the environment of a process restarted after losing Ray
-STARTS, MOST_STARTS = "SPECULATIVE_RAY_STARTS", 3  # Ray allows 30 s for a start, too little on a busy machine
+TOKEN_HINT = "If it requires a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN on every machine of the cluster"
+PING_SECONDS, MAX_MISSED_PINGS = 2.0, 3  # seconds between pings of Ray's head, and failures until it counts as lost
+RESTARTED_VARIABLE = "SPECULATIVE_RESTARTED"  # set in the environment of a process restarted after losing Ray
+STARTS_VARIABLE, MAX_STARTS = "SPECULATIVE_RAY_STARTS", 3  # Ray allows 30 s for a start, too little on a busy machine
 ORIGINAL_ENV = dict(os.environ)  # before Ray adds to it
 OBJECT_STORE = 128 << 20  # bytes; only small objects are passed between processes
-ALWAYS = {
+COMMON_ENV = {
     "RAY_USAGE_STATS_ENABLED": "0",  # nothing leaves the machine
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # OpenVINO manages the devices
 }
 ROOT = str(Path(__file__).resolve().parents[3])
-PROXIES = {  # what Ray's proxies import and call, by `Settings.routing`
+PROXY_CALLBACKS = {  # what Ray's proxies import and call, by `Settings.routing`
     "balanced": "speculative.serving.ray_serve.connections.bound",
     "prefix": "speculative.serving.ray_serve.connections.bound_for_prefix_routing",
 }
-OWN = {
+LOCAL_ENV = {
     "PYTHONPATH": os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")])),
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # no cluster: listen at 127.0.0.1 only, on Linux too
     "RAY_AUTH_MODE": "token",
@@ -57,10 +57,10 @@ def joined(address: str | None, metrics_port: int, routing: str) -> Iterator[Non
     If HeadLost is raised in the block, this program restarts. Ray must not be imported earlier: it reads its settings
     on import.
     """
-    os.environ.update(ALWAYS)
+    os.environ.update(COMMON_ENV)
     if not address:
-        callback = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": PROXIES[routing]}
-        os.environ.update({**OWN, **callback, "RAY_AUTH_TOKEN": secrets.token_hex(32)})
+        callback = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": PROXY_CALLBACKS[routing]}
+        os.environ.update({**LOCAL_ENV, **callback, "RAY_AUTH_TOKEN": secrets.token_hex(32)})
     import ray
 
     logging.getLogger("ray.serve").addFilter(lambda record: record.levelno >= logging.ERROR)
@@ -72,12 +72,12 @@ def joined(address: str | None, metrics_port: int, routing: str) -> Iterator[Non
             _start(metrics_port, folder)
         yield
     except HeadLost:
-        _restart(folder, {RESTARTED: "1", STARTS: "0"})
+        _restart(folder, {RESTARTED_VARIABLE: "1", STARTS_VARIABLE: "0"})
     finally:
-        started = psutil.Process().children(recursive=True) if folder else []
+        children = psutil.Process().children(recursive=True) if folder else []
         ray.shutdown()
         if folder:
-            _kill(started)  # also what was started by an `init` that Ctrl-C interrupted
+            _kill(children)  # also what was started by an `init` that Ctrl-C interrupted
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -90,26 +90,26 @@ def wait_until_lost() -> NoReturn:
     from ray.exceptions import AuthenticationError, RayError
 
     address = ray.get_runtime_context().gcs_address
-    known, missed = None, 0
-    while missed < MISSES:
+    cluster, missed = None, 0
+    while missed < MAX_MISSED_PINGS:
         try:
             ping(address)
-            cluster = GcsClient(address=address).cluster_id
-            known = known or cluster
-            if cluster != known:
+            current = GcsClient(address=address).cluster_id
+            cluster = cluster or current
+            if current != cluster:
                 break
             missed = 0
         except (ConnectionRefusedError, AuthenticationError):
             missed += 1
         except (OSError, RayError):
             pass  # slow or remote
-        time.sleep(EVERY)
+        time.sleep(PING_SECONDS)
     raise HeadLost
 
 
 def is_restarted() -> bool:
     """Whether this program was restarted after losing Ray, whose application may be its own."""
-    return RESTARTED in os.environ
+    return RESTARTED_VARIABLE in os.environ
 
 
 def _join(address: str) -> None:
@@ -122,8 +122,8 @@ def _join(address: str) -> None:
             return
         except (OSError, RuntimeError) as error:  # Ray itself raises ConnectionError, an OSError
             if not is_restarted():  # a lost head may come back; one that never existed will not
-                raise ConnectionError(getattr(error, "strerror", None) or f"{error}. {TOKEN}") from error
-            time.sleep(EVERY)
+                raise ConnectionError(getattr(error, "strerror", None) or f"{error}. {TOKEN_HINT}") from error
+            time.sleep(PING_SECONDS)
 
 
 def _start(metrics_port: int, folder: str | None) -> None:
@@ -132,15 +132,15 @@ def _start(metrics_port: int, folder: str | None) -> None:
     try:
         ray.init(
             "local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
-            object_store_memory=OBJECT_STORE, resources=resources.here(), _metrics_export_port=metrics_port,
+            object_store_memory=OBJECT_STORE, resources=resources.local_resources(), _metrics_export_port=metrics_port,
             _temp_dir=folder,
         )  # fmt: skip
     except Exception as error:  # Ray has no specific exception class here
-        starts = int(os.environ.get(STARTS, 0)) + 1
-        if starts == MOST_STARTS:
+        starts = int(os.environ.get(STARTS_VARIABLE, 0)) + 1
+        if starts == MAX_STARTS:
             raise ConnectionError(f"tried {starts} times: {error}") from error
         console.say(f"Ray did not start ({error}): retrying ...")
-        _restart(folder, {STARTS: str(starts)})
+        _restart(folder, {STARTS_VARIABLE: str(starts)})
 
 
 def _restart(folder: str | None, environment: dict[str, str]) -> NoReturn:
@@ -158,12 +158,12 @@ def _kill(processes: list[psutil.Process]) -> None:
     psutil.wait_procs(processes, timeout=10)
 
 
-def lacking(replicas: int, each: dict[str, float]) -> str | None:
+def lacking(replicas: int, per_replica: dict[str, float]) -> str | None:
     """A description of the first resource Ray has too little of for `replicas` replicas, or None."""
     import ray
 
-    there = ray.cluster_resources()
-    for name, amount in each.items():
-        if amount * replicas > there.get(name, 0):
-            return f"{replicas} x {amount:g} {name}, and Ray has {there.get(name, 0):g}"
+    available = ray.cluster_resources()
+    for name, amount in per_replica.items():
+        if amount * replicas > available.get(name, 0):
+            return f"{replicas} x {amount:g} {name}, and Ray has {available.get(name, 0):g}"
     return None

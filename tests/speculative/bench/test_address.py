@@ -281,6 +281,6 @@ def test_node_offers_only_the_devices_it_declares():
         "openvino_genai": "1",
     }
     machine = SimpleNamespace(name="one", declared=["CPU", "GPU"], cores=4)
-    devices = hosts.of(machine, lambda job, seconds: found, None, False).devices
+    devices = hosts.look_up(machine, lambda job, seconds: found, None, False).devices
     assert [name for name, one in devices.items() if not one.missing] == ["CPU", "GPU", "GPU.1"]
     assert devices["NPU"].missing == devices["AUTO"].missing == "its node was started with CPU, GPU only"

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from openvino_genai import GenerationConfig
 
 from speculative.batch_decoder import BatchDecoder
-from speculative.bench.capacity.cluster import MOST_SIMULATED, ROUTINGS, ClosedLoop, serve
+from speculative.bench.capacity.cluster import MAX_SIMULATED, ROUTINGS, ClosedLoop, serve
 from speculative.bench.capacity.costs import Costs, ModelCosts, Outside, median
 from speculative.bench.capacity.measuring import DraftPass, Iteration, draft_while_decoding, outside_of
-from speculative.bench.capacity.planner import Goals, Planner, breaking_even, percentiles
+from speculative.bench.capacity.planner import Goals, Planner, break_even_point, percentiles
 from speculative.bench.capacity.replica import PIECE_SECONDS, Replica, Settings, SimulatedRequest
 from speculative.bench.capacity.sharing import ServerCosts, SharedCores
 from speculative.bench.capacity.workload import Workload, judge, lengths, read_trace
@@ -24,7 +24,7 @@ from speculative.models import cached_model
 from speculative.models.batch_model import BatchModel
 from speculative.models.block_pool import BlockPool
 from speculative.models.spec import ModelSpec
-from speculative.serving.engine.engine_thread import SENT_TOGETHER
+from speculative.serving.engine.engine_thread import PIECE_INTERVAL
 from tests.support.paths import DRAFT, MAIN
 
 LARGE = ModelCosts({1: 0.1, 4: 0.12, 16: 0.2, 64: 0.6, 256: 2.2})
@@ -65,9 +65,8 @@ def test_request_takes_the_sum_of_its_costs():
     got = alone(Costs(main, outside=Outside(0.003, 0.0005, 9.0, 9.0, 0.02)), SimulatedRequest(600, 10))
     outside, three = 0.0035, (0.266 - 0.0256, 0.266 - 0.0256, 0.098 - 0.0087)
     over_context = 1e-5 * (256 + 512) + 1e-6 * (256 * 256 + 512 * 88)
-    ttft = (
-        0.02 + sum(three) + over_context + 2 * 0.002 + 3 * outside
-    )  # the first pass, and the third, have another size
+    # the first pass, and the third, have another size
+    ttft = 0.02 + sum(three) + over_context + 2 * 0.002 + 3 * outside
     decoding = sum(0.011 + 1.1e-5 * (600 + generated) + outside for generated in range(1, 10)) + 0.002
     assert got.first == pytest.approx(ttft) and got.end == pytest.approx(ttft + decoding)
 
@@ -175,7 +174,7 @@ def test_every_request_is_answered_or_rejected(workload, replicas, router, with_
             assert one.end == one.sent and not one.first
         else:
             assert one.sent < one.first <= one.end <= served.seconds and one.generated == one.output
-            assert 0 <= one.cached < one.prompt and one.read == one.prompt
+            assert 0 <= one.cached < one.prompt and one.prefilled == one.prompt
             assert one.accepted <= one.proposed and one.accepted + one.iterations == one.output - 1
     assert 0 < served.utilisation <= 1 and 1 <= served.batch <= 2
 
@@ -218,7 +217,7 @@ def test_drafts_that_are_never_accepted_do_not_help():
         )
         for acceptance in (0.0, 1.0)
     )
-    assert breaking_even(never, 24)[0] == 1 and breaking_even(always, 24) is None
+    assert break_even_point(never, 24)[0] == 1 and break_even_point(always, 24) is None
     assert all(0.7 < row["speedup"] < 1.0 for row in never if row["speedup"])
     assert next(row for row in always if row["speedup"])["speedup"] > 2
 
@@ -226,7 +225,7 @@ def test_drafts_that_are_never_accepted_do_not_help():
 def test_break_even_load_is_in_requests():
     alone = [{"clients": n, "throughput": 48.0 * n, "speedup": None} for n in (1, 2, 4)]
     draft = [{"clients": n, "throughput": 0.0, "speedup": speedup} for n, speedup in ((1, 1.5), (2, 1.0), (4, 0.8))]
-    assert breaking_even(alone + draft, output=24) == (2, 4.0)
+    assert break_even_point(alone + draft, output=24) == (2, 4.0)
 
 
 def test_measured_draft_tokens_keep_their_order():
@@ -265,7 +264,7 @@ def test_cached_prefixes_shorten_ttft_and_prefix_routing_finds_them():
 
 def test_prefix_shared_by_all_requests_is_found_on_every_replica():
     same = Workload(lengths("512"), lengths("8"), 0.5, cached=0.75)
-    row = Planner(COSTS, same, Goals(9, 9), count=50).row(4.0, Settings(), MOST_SIMULATED + 4)
+    row = Planner(COSTS, same, Goals(9, 9), count=50).row(4.0, Settings(), MAX_SIMULATED + 4)
     assert row["cached"] == pytest.approx(0.75)
 
 
@@ -351,7 +350,7 @@ def test_request_takes_longer_on_shared_cores_and_through_a_server():
 
 
 def test_text_is_streamed_in_as_many_chunks_as_by_the_server():
-    assert PIECE_SECONDS == SENT_TOGETHER
+    assert PIECE_SECONDS == PIECE_INTERVAL
     environment = simpy.Environment()
     cores = SharedCores(environment, dataclasses.replace(SERVER, request=0.0), replicas=1)
     used = []

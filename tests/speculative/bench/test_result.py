@@ -124,7 +124,11 @@ def test_environment_memory_is_unknown_if_the_system_does_not_report_it(monkeypa
 
 @pytest.mark.parametrize("answered", [True, False])
 def test_load_rows_match_their_type(answered):
-    outcome = {"accepted": 2, "rejected": 1, "finish_reason": "length", "whole": True} if answered else {"cut": True}
+    outcome = (
+        {"accepted": 2, "rejected": 1, "finish_reason": "length", "is_complete": True}
+        if answered
+        else {"is_cut_off": True}
+    )
     load = Load("a method", None, {4: [Span([RequestRecord(0, 0.0, 0.1, 1.0, "t", 6, **outcome)], 0.0, 1.0)] * 2})
     alone = Load("alone", None, load.rounds)
     assert [problems(as_json(row(one, 4, alone)), result.LoadRow) for one in (load, alone)] == [[], []]
@@ -149,7 +153,7 @@ def test_matrix_cells_match_their_type():
         Cell(cpu, cpu, **machine),
     ]
     matrix.compare(cells, ["1"], SimpleNamespace(decode=str))
-    described = as_json([matrix.described(cell) for cell in cells])
+    described = as_json([matrix.cell_result(cell) for cell in cells])
     kinds = [result.MeasuredCell, result.MeasuredCell, result.FailedCell, result.AbsentCell, result.AbsentCell]
     assert [problems(one, kind) for one, kind in zip(described, kinds, strict=True)] == [[]] * 5
     assert problems(described, list[result.CellResult]) == []

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from speculative.bench.cluster.ray_nodes import NodeLost, WorkQueue, spread
+from speculative.bench.cluster.ray_nodes import NodeLost, WorkQueue, distribute
 
 
 def anything(job, machine):
@@ -13,7 +13,7 @@ def anything(job, machine):
 
 def test_each_job_is_done_once_by_a_suitable_machine():
     done = []
-    left = spread(
+    left = distribute(
         list(range(20)),
         ["even", "odd"],
         lambda job, machine: machine == ("odd" if job % 2 else "even"),
@@ -32,7 +32,7 @@ def test_job_of_a_lost_machine_goes_to_another():
             raise NodeLost("the first was lost")
         assert lost.wait(60)
 
-    left = spread(["a", "b"], machines, anything, work, lambda job, machine, _: done.append((job, machine)))
+    left = distribute(["a", "b"], machines, anything, work, lambda job, machine, _: done.append((job, machine)))
     assert left == [] and machines == ["second"] and sorted(done) == [("a", "second"), ("b", "second")]
 
 
@@ -54,12 +54,12 @@ def test_jobs_without_a_machine_are_returned_with_the_reason():
     def work(job, machine):
         raise NodeLost("it was lost")
 
-    assert spread(["a", "b"], machines, anything, work, print) == [("a", "it was lost"), ("b", "")]
+    assert distribute(["a", "b"], machines, anything, work, print) == [("a", "it was lost"), ("b", "")]
     assert machines == []
 
 
 def test_error_ends_all_work_and_is_raised():
     done = []
     with pytest.raises(ZeroDivisionError):
-        spread([0, 1], ["only"], anything, lambda job, _: 1 // job, lambda job, *_: done.append(job))
+        distribute([0, 1], ["only"], anything, lambda job, _: 1 // job, lambda job, *_: done.append(job))
     assert not done

@@ -53,7 +53,7 @@ def test_new_request_starts_from_pooled_acceptance():
 
 @pytest.mark.parametrize(("fades", "least", "most"), [(True, 0.0, 0.001), (False, 0.02, 0.03)])
 def test_prior_fades_or_keeps_its_weight(fades, least, most):
-    estimate = AcceptanceEstimate(prior_fades=fades)
+    estimate = AcceptanceEstimate(prior_decays=fades)
     judge(estimate, 0.9, 0, 1000)
     assert least <= estimate.mean() <= most
 
@@ -82,9 +82,9 @@ def test_known_confidence_determines_acceptance_of_the_next_token():
     estimate.begin()
     assert estimate.next() == estimate.mean()
     for confidence in (0.97, 0.2):
-        estimate.foresee(confidence)
+        estimate.set_next(confidence)
         assert estimate.next() == survival(estimate, confidence)
-    estimate.foresee(0.97)
+    estimate.set_next(0.97)
     estimate.draft(0.97)
     assert estimate.next() == estimate.mean()  # that of the token after it is not known yet
 
@@ -94,9 +94,9 @@ def test_acceptance_is_learned_from_declined_tokens():
     estimate = AcceptanceEstimate(pool=pool)
     for _ in range(100):
         estimate.begin()
-        estimate.foresee(0.2)
+        estimate.set_next(0.2)
         assert not estimate.is_due  # nothing has to be drafted to find out
-        estimate.learn_declined(True)
+        estimate.observe_declined(True)
         estimate.update(0, 0)
     for one in (estimate, pool, AcceptanceEstimate(pool=pool)):
         assert survival(one, 0.2) > 0.9

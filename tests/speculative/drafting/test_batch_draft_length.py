@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from speculative.drafting.batch_policy import WIDEST, BatchDraftLength
+from speculative.drafting.batch_policy import MAX_PADDED, BatchDraftLength
 from speculative.drafting.latency_curve import KNOTS, LatencyCurve
 from speculative.drafting.policy import LONGEST, AdaptiveDraftLength, Costs
 from speculative.models.paged_model import rounded_up
@@ -77,7 +77,7 @@ def decode(rule, texts, iterations, random, main=large, draft=small, further=Non
             took = float(cost(len(chosen))) * random.normal(1, 0.1)
             rule.update_draft(len(chosen), took)
             tokens, spent = tokens + len(chosen), spent + took
-        width = rule.pass_width.of(rounded_up(tokens + prompts))
+        width = rule.pass_width.width_for(rounded_up(tokens + prompts))
         took = (float(main(width)) + change * rule.pass_width.is_changed) * random.normal(1, 0.05)
         rule.update_main(tokens, prompts, sum(accepted) + len(texts), took)
         for text, n in zip(texts, accepted, strict=True):
@@ -190,8 +190,8 @@ def test_pass_keeps_its_size_if_a_change_is_expensive(texts, gain):
 
 def test_wide_pass_is_not_padded():
     rule = BatchDraftLength(curve(large), curve(small), curve(small), 1000.0)
-    sizes = [rule.pass_width.of(n) for n in (8, 4, WIDEST + 16, WIDEST + 16, 4)]
-    assert sizes == [8, 8, WIDEST + 16, WIDEST + 16, 4] and rule.pass_width.is_changed
+    sizes = [rule.pass_width.width_for(n) for n in (8, 4, MAX_PADDED + 16, MAX_PADDED + 16, 4)]
+    assert sizes == [8, 8, MAX_PADDED + 16, MAX_PADDED + 16, 4] and rule.pass_width.is_changed
 
 
 def test_description_reports_measurements():
@@ -298,5 +298,5 @@ def test_only_requests_with_confident_next_token_are_drafted():
         both = [rule.estimate(), rule.estimate()]
         rule.begin(both, 2)
         for estimate, confidence in zip(both, (first, second), strict=True):
-            estimate.foresee(confidence)
-        assert sorted(rule.choose(both, tokens=2, anyway=0)) == chosen
+            estimate.set_next(confidence)
+        assert sorted(rule.choose(both, tokens=2, model_users=0)) == chosen

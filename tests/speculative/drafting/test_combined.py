@@ -82,12 +82,12 @@ class Simulation:
             draft, steps, declined = self.draft(tokens[:n])
             drafted = len(draft) - n
             accepted = int((draft[n:] == tokens[n : n + drafted]).cumprod().sum())
-            main = self.verify[self.width.of(drafted + 1)] + self.costs.main_change * self.width.is_changed
+            main = self.verify[self.width.width_for(drafted + 1)] + self.costs.main_change * self.width.is_changed
             spent = self.random.normal(1, 0.05, 2) * (self.drafting[steps], main)
             if isinstance(self.policy, CombinedDraftLength):
-                self.policy.see(tokens[n : n + accepted + 1].tolist())
+                self.policy.observe(tokens[n : n + accepted + 1].tolist())
             elif declined is not None and accepted == drafted:
-                self.policy.learn_declined(tokens[n + accepted] == declined)
+                self.policy.observe_declined(tokens[n + accepted] == declined)
             self.policy.update(drafted, accepted, *spent)
             seconds, n = seconds + spent.sum(), n + accepted + 1
         return (n - begin) * self.verify[1] / seconds
@@ -146,12 +146,12 @@ def of_model(token):
 def test_each_source_learns_from_its_own_tokens():
     estimate = CombinedEstimate(AcceptanceEstimate(), MatchEstimate())
     for proposal, copied in ((copy_of(1), True), (of_model(2), False), (copy_of(3), True), (of_model(4), False)):
-        estimate.foresee(proposal if copied else None, can_use_model=True)
+        estimate.set_next(proposal if copied else None, can_use_model=True)
         estimate.draft(proposal, copied)
-    estimate.see([1, 2, 9])
+    estimate.observe([1, 2, 9])
     estimate.update(4, 2)  # the second copy was wrong, so the last token was not judged
-    assert (estimate.of_matches.judged, estimate.of_matches.accepted) == (2, 1)
-    assert (estimate.of_draft.judged, estimate.of_draft.accepted) == (1, 1)
+    assert (estimate.match_estimate.judged, estimate.match_estimate.accepted) == (2, 1)
+    assert (estimate.draft_estimate.judged, estimate.draft_estimate.accepted) == (1, 1)
     assert (estimate.judged, estimate.accepted) == (3, 2)
 
 
@@ -159,22 +159,22 @@ def test_each_source_learns_from_its_own_tokens():
 @pytest.mark.parametrize("declined", ["for the draft model's", "at the end of the draft"])
 def test_declined_copies_are_learned_from(token, is_right, declined):
     estimate = CombinedEstimate(AcceptanceEstimate(), MatchEstimate())
-    before = estimate.of_matches.of(0.8)
-    estimate.foresee(copy_of(token), can_use_model=True)
+    before = estimate.match_estimate.acceptance_of(0.8)
+    estimate.set_next(copy_of(token), can_use_model=True)
     drafted = declined.startswith("for")
     if drafted:
         estimate.draft(of_model(7), copied=False)
-    estimate.see([7, 5] if drafted else [7])
+    estimate.observe([7, 5] if drafted else [7])
     estimate.update(drafted, drafted)
-    assert (estimate.of_matches.of(0.8) > before) == is_right
+    assert (estimate.match_estimate.acceptance_of(0.8) > before) == is_right
 
 
 def test_wrong_short_matches_lower_the_value_of_longer_ones():
     estimate = MatchEstimate()
-    before = estimate.ahead_of(0.85, 1)
+    before = estimate.acceptance_ahead(0.85, 1)
     for _ in range(10):
-        estimate.see(0.36, False)
-    assert estimate.ahead_of(0.85, 1) < 0.7 * before
+        estimate.observe(0.36, False)
+    assert estimate.acceptance_ahead(0.85, 1) < 0.7 * before
 
 
 def test_copying_continues_if_the_draft_model_cannot_draft():
@@ -206,12 +206,12 @@ def test_iteration_without_draft_does_not_change_the_estimates():
     policy.begin()
     policy.copies_next(copy_of(1, 0.2))
     policy.draft(of_model(1), copied=False, seconds=1.0)
-    policy.see([1, 5])
+    policy.observe([1, 5])
     policy.update(1, 1, 1.0, 10.0)
-    before = policy.estimate.of_matches.of(0.2), policy.describe()
+    before = policy.estimate.match_estimate.acceptance_of(0.2), policy.describe()
     policy.begin()
-    policy.see([7])
-    assert (policy.estimate.of_matches.of(0.2), policy.describe()) == before
+    policy.observe([7])
+    assert (policy.estimate.match_estimate.acceptance_of(0.2), policy.describe()) == before
     assert policy._draft_steps(0, 0.0) == (0, 0.0)
 
 
@@ -252,7 +252,7 @@ def test_seeded_decisions_do_not_depend_on_timings():
                 policy.draft(match if made[-1] else of_model(1), made[-1])
                 drafted += 1
             accepted = int(random.integers(drafted + 1))
-            policy.see([1] * (accepted + 1))
+            policy.observe([1] * (accepted + 1))
             policy.update(drafted, accepted, slower * drafted, slower)
         return made
 
@@ -268,7 +268,7 @@ def iterate(policy, estimate, match, right):
     """An iteration of a batch of one: True if it copied, False if it used the draft model, None if neither."""
     estimate.begin()
     policy.begin([estimate], 1)
-    estimate.foresee(match, can_use_model=True)
+    estimate.set_next(match, can_use_model=True)
     estimate.copies = estimate.prefers_copy(policy.step_worth)
     chosen, copied = policy.choose([estimate], 1, 0), None
     if chosen:
@@ -276,7 +276,7 @@ def iterate(policy, estimate, match, right):
         policy.update_draft(0 if copied else 1, 0.0 if copied else 3.0)
         estimate.draft(match if copied else of_model(2), copied)
     accepted = int(bool(chosen) and right)
-    estimate.see([match.token if right else 99] * (accepted + 1))
+    estimate.observe([match.token if right else 99] * (accepted + 1))
     estimate.update(len(chosen), accepted)
     policy.update_main(1 + len(chosen), 0, 1 + accepted, 10.0 + 0.3 * len(chosen))
     return copied
@@ -303,6 +303,6 @@ def test_copying_request_is_not_charged_for_draft_model_passes():
         policy = batch(draft=9.0)
         estimate = policy.estimate(combined=True)
         policy.begin([estimate], 2)
-        estimate.foresee(None, can_use_model=True)
+        estimate.set_next(None, can_use_model=True)
         chosen.append(policy.choose([estimate], 2, anyway, forced=True))
     assert chosen == [[], [0]]

@@ -42,7 +42,7 @@ def decode(rule, chances, new_tokens, random, draft=2.0, noise=0.1, first=0.0, m
             chance = float(random.choice(chances))
             accepted += accepted == drafted and random.random() < chance
             drafted += 1
-        width = rule.pass_width.of(drafted + 1) if getattr(rule, "pass_width", None) else drafted + 1
+        width = rule.pass_width.width_for(drafted + 1) if getattr(rule, "pass_width", None) else drafted + 1
         spent = (
             (draft * drafted + first * (drafted > 0)) * random.normal(1, noise),
             (main[width] + switch * (width != before)) * random.normal(1, noise / 2),
@@ -247,21 +247,21 @@ def test_reset_forgets_everything():
 def test_budget_is_spent_refilled_and_capped():
     budget = DraftBudget(2.0)
     budget.update(plain=1.0, seconds=3.1, tokens=1)
-    assert budget.left(1.0) == pytest.approx(2 - 2.1 + 3.1 * DraftBudget.SHARE)
+    assert budget.remaining(1.0) == pytest.approx(2 - 2.1 + 3.1 * DraftBudget.SHARE)
     for _ in range(30):
         budget.update(plain=1.0, seconds=1.0)
-    assert budget.left(1.0) == pytest.approx(2 - 2.1 + 33.1 * DraftBudget.SHARE)
+    assert budget.remaining(1.0) == pytest.approx(2 - 2.1 + 33.1 * DraftBudget.SHARE)
     budget.update(plain=1.0, seconds=1.0, tokens=1000)
-    assert budget.left(1.0) == DraftBudget.MOST
-    budget.update(plain=1.0, seconds=DraftBudget.MOST + 1, tokens=1)
-    assert -0.5 < budget.left(1.0) < 0.5
+    assert budget.remaining(1.0) == DraftBudget.MAX
+    budget.update(plain=1.0, seconds=DraftBudget.MAX + 1, tokens=1)
+    assert -0.5 < budget.remaining(1.0) < 0.5
 
 
 def test_recent_losses_are_revalued_by_the_plain_pass_time():
     budget = DraftBudget(8.0)
     for _ in range(3):
         budget.update(plain=1.0, seconds=4.0, tokens=3)
-    assert budget.left(1.0) < 6 and budget.left(2.0) > 10
+    assert budget.remaining(1.0) < 6 and budget.remaining(2.0) > 10
 
 
 def test_repeatable_decisions_ignore_the_clock():
@@ -301,7 +301,7 @@ def test_single_outlier_time_does_not_exhaust_the_budget():
     def left(times):
         rule = AdaptiveDraftLength(COSTS)
         rule.update(3, 1, times * rule._drafting.seconds[3], times * rule._verify.seconds[4])
-        return rule._budget.left(rule._plain_cost())
+        return rule._budget.remaining(rule._plain_cost())
 
     assert left(100) == left(9) > 0
 
@@ -310,7 +310,7 @@ def test_plain_pass_measured_under_load_is_measured_again():
     """Otherwise drafting seems to gain so much that it is never compared with plain decoding again."""
     costs = Costs(draft=2.0, main={1: 10.0, 2: 10.4, 17: 16.4})
     rule, random = AdaptiveDraftLength(costs), np.random.default_rng(0)
-    while rule._plain_seen < rule.SURE:
+    while rule._plain_seen < rule.MIN_PLAIN_SAMPLES:
         rule.update(0, 0, 0.0, 10.0)
     for _ in range(40):
         rule.update(0, 0, 0.0, 25.0)

@@ -9,7 +9,7 @@ from speculative.drafting.latency_curve import LatencyCurve, LatencyTable
 def test_costs_of_unmeasured_sizes_are_interpolated_linearly():
     costs = LatencyCurve({1: 10.0, 2: 11.0, 4: 13.0})
     assert costs(0) == 0 and costs(3) == pytest.approx(12) and costs(100) == pytest.approx(109)
-    assert costs.most(20.0, beside=1) == 10 and costs.most(5.0, beside=1) == 0
+    assert costs.max_tokens(20.0, other_tokens=1) == 10 and costs.max_tokens(5.0, other_tokens=1) == 0
     for _ in range(100):
         costs.update(2, 22.0)
     assert costs(2) == pytest.approx(22, rel=0.05)

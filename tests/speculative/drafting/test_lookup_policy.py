@@ -10,7 +10,7 @@ from speculative.drafting.budget import DraftBudget
 from speculative.drafting.lookup_policy import LookupDraftLength
 from speculative.drafting.policy import LONGEST, Costs, FixedDraftLength
 from speculative.drafting.proposers import DraftModelProposer
-from speculative.drafting.suffix import LEVELS, SuffixProposer
+from speculative.drafting.suffix import CONFIDENCES, SuffixProposer
 from speculative.models.pass_width import PassWidth
 
 # ms, measured: each size of forward pass after one of the same size, and what it takes longer after another size
@@ -54,9 +54,11 @@ def decode(policy, tokens, costs, random, noise=0.05):
             draft = np.append(draft, proposal.token)
         drafted = len(draft) - n
         accepted = int((draft[n:] == tokens[n : n + drafted]).cumprod().sum())
-        spent = float((verify[width.of(drafted + 1)] + costs.main_change * width.is_changed) * random.normal(1, noise))
+        spent = float(
+            (verify[width.width_for(drafted + 1)] + costs.main_change * width.is_changed) * random.normal(1, noise)
+        )
         if declined is not None and accepted == drafted and isinstance(policy, LookupDraftLength):
-            policy.learn_declined(tokens[n + accepted] == declined)
+            policy.observe_declined(tokens[n + accepted] == declined)
         policy.update(drafted, accepted, 0.0, spent)
         seconds, drafts, n = seconds + spent, drafts + drafted, n + accepted + 1
     return (n - begin) * verify[1] / seconds, drafts
@@ -119,7 +121,7 @@ def test_longer_pass_is_used_and_filled_once_worth_two_size_changes():
         while policy.should_draft(drafted, lambda: 0.45):
             drafted += 1
         drafts.append(drafted)
-        assert policy.pass_width.of(drafted + 1) == (17 if drafted else 1)
+        assert policy.pass_width.width_for(drafted + 1) == (17 if drafted else 1)
         policy.update(drafted, 0, 0.0, 1.0)
     assert drafts == [0, LONGEST, LONGEST, LONGEST]
 
@@ -127,27 +129,29 @@ def test_longer_pass_is_used_and_filled_once_worth_two_size_changes():
 def test_passes_of_several_tokens_end_without_matches():
     policy = LookupDraftLength(Costs(0.0, {1: 1.0, 17: 2.6}, main_change=2.0))
     policy._budget = DraftBudget(100.0)
-    assert policy.should_draft(0, lambda: 0.97) and policy.pass_width.of(9) == 17
+    assert policy.should_draft(0, lambda: 0.97) and policy.pass_width.width_for(9) == 17
     sizes = []
     for _ in range(12):
         policy.update(0, 0, 0.0, 1.0)
         assert not policy.should_draft(0, None)
-        sizes.append(policy.pass_width.of(1))
+        sizes.append(policy.pass_width.width_for(1))
     assert sizes[0] > 1 and sizes[-1] == 1
 
 
 def test_acceptance_is_learned_from_declined_proposals():
     policy = LookupDraftLength(Costs(0.0, {1: 1.0, 17: 40.0}))  # never worth it
     for _ in range(100):
-        assert not policy.should_draft(0, lambda: LEVELS[0])
-        policy.learn_declined(True)
+        assert not policy.should_draft(0, lambda: CONFIDENCES[0])
+        policy.observe_declined(True)
         policy.update(0, 0, 0.0, 1.0)
-    assert [policy._acceptance.of(level) for level in LEVELS] == pytest.approx([0.97, *LEVELS[1:]], abs=0.03)
+    assert [policy._acceptance.acceptance_of(level) for level in CONFIDENCES] == pytest.approx(
+        [0.97, *CONFIDENCES[1:]], abs=0.03
+    )
 
 
 def test_tokens_after_a_rejected_one_are_not_learned():
     policy = LookupDraftLength(Costs(0.0, {1: 1.0, 17: 1.1}))
-    for drafted, level in enumerate(LEVELS[2:]):
+    for drafted, level in enumerate(CONFIDENCES[2:]):
         assert policy.should_draft(drafted, lambda: level)  # noqa: B023
     policy.update(4, 1, 0.0, 1.1)
     assert policy._acceptance._judged == pytest.approx([0, 0, 0.99, 1, 0, 0])
@@ -158,7 +162,7 @@ def test_declined_proposal_of_an_aborted_iteration_is_forgotten(drafted):
     policy = LookupDraftLength(Costs(0.0, {1: 1.0, 17: 1.1}))
     for n in range(drafted + 1):
         policy.should_draft(n, lambda: 0.97)
-    policy.should_draft(0, lambda: LEVELS[0])  # another request
+    policy.should_draft(0, lambda: CONFIDENCES[0])  # another request
     policy.update(1, 1, 0.0, 1.0)
     assert policy._acceptance._judged.tolist() == [1, 0, 0, 0, 0, 0]
 
@@ -188,10 +192,10 @@ def test_first_pass_of_a_new_size_only_measures_the_size_change():
     for _ in range(50):
         for n in (5, 1):
             policy.pass_width.plan_one()
-            policy.pass_width.of(n)
+            policy.pass_width.width_for(n)
             policy.update(n - 1, n - 1, 0.0, float(verify[n]) + 10.0)
-    assert policy._verify.seconds.tolist() == pytest.approx(verify.tolist()) and policy._plain() == verify[1]
-    assert policy._change == pytest.approx(10.0, rel=0.05)
+    assert policy._verify.seconds.tolist() == pytest.approx(verify.tolist()) and policy._plain_cost() == verify[1]
+    assert policy._change_seconds == pytest.approx(10.0, rel=0.05)
 
 
 def test_description_reports_measurements():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from speculative.drafting.suffix import (
     DIVIDED_ACCEPTANCE,
     MATCH_ACCEPTANCE,
-    MOST_MATCHES,
+    MAX_MATCHES,
     PastAnswers,
     SuffixProposer,
     longest_match,
@@ -87,7 +87,7 @@ def test_only_the_latest_of_many_long_matches_are_compared():
     past.add(b"", np.array(tokens))
     ends = past.of(b"").ends(5)
     length, following = longest_match(past.of(b"").tokens, ends, loop[::-1])
-    assert length == 5 and following == [1] * MOST_MATCHES < [1] * len(ends)
+    assert length == 5 and following == [1] * MAX_MATCHES < [1] * len(ends)
 
 
 def test_match_length_is_limited_to_max_ngram_size():
@@ -119,9 +119,9 @@ def test_past_answers_are_bounded_and_evicted_oldest_first(added, capacity):
             room -= len(part) + 1
     for salt in (b"a", b"b", b"c"):
         assert past.of(salt).tokens.tolist() == [token for s, part in kept if s == salt for token in (*part, -1)]
-    assert set(past._of) == {salt for salt, _ in kept}  # nothing is left of a salt without answers
+    assert set(past._by_salt) == {salt for salt, _ in kept}  # nothing is left of a salt without answers
     past.clear()
-    assert not past._of and not past._lengths
+    assert not past._by_salt and not past._lengths
 
 
 def test_request_sees_only_past_answers_of_its_salt():

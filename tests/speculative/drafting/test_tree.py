@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from speculative.drafting.combined import CombinedDraftLength
 from speculative.drafting.policy import LONGEST, AdaptiveDraftLength, Costs
-from speculative.drafting.suffix import LEVELS
+from speculative.drafting.suffix import CONFIDENCES
 from speculative.drafting.tree import RANKS, LeafEstimate, top_tokens
 from speculative.sampling.proposal import Leaf, Proposal
 from speculative.sampling.rejection_sampling import OneHot
@@ -54,7 +54,7 @@ def test_rank_of_the_main_models_token_is_learned():
         estimate.begin()
         for token in (1, 2):
             estimate.draft(proposal(token, [*range(10, 10 + RANKS)]))
-        estimate.learn([1, 13, 12])  # the second one is rejected, for its fourth alternative
+        estimate.observe([1, 13, 12])  # the second one is rejected, for its fourth alternative
     assert estimate.probabilities().argmax() == 3 and estimate.probabilities()[3] > 0.9
     assert estimate.best([0.5, 0.9], 2) == [Leaf(0, 13), Leaf(1, 13)]
     assert estimate.best([0.5], 1) == [Leaf(0, 13)] and not estimate.best([0.5], 0)
@@ -67,7 +67,7 @@ def test_positions_without_alternatives_have_no_leaves():
     estimate.draft(proposal(1, []))
     estimate.draft(proposal(2, [7]))
     assert estimate.best([0.5, 0.5], 5) == [Leaf(1, 7)]
-    estimate.learn([9])
+    estimate.observe([9])
     assert estimate.probabilities().tolist() == before.tolist()
 
 
@@ -102,13 +102,13 @@ def iterations(policy, count=300, acceptance=0.4, leaf_share=0.6, match=None):
             accepted = min(accepted, policy.estimate.copied.index(True))
         token = 10 if accepted < drafted and random.random() < leaf_share else 99
         leaf = Leaf(accepted, token) in leaves
-        policy.pass_width.of(1 + again + drafted + len(leaves))
+        policy.pass_width.width_for(1 + again + drafted + len(leaves))
         again = int(leaf)
         tokens = [1] * accepted + [token]
         if isinstance(policy, CombinedDraftLength):
-            policy.see(tokens)
+            policy.observe(tokens)
         if policy.tree:
-            policy.tree.learn(tokens)
+            policy.tree.observe(tokens)
         policy.update(drafted, accepted, drafted * 0.05, float(policy.costs.verify()[policy.pass_width.last]), leaf)
         gained += accepted + leaf + 1
     return leaves, gained / count
@@ -134,7 +134,7 @@ def test_two_sources_gain_as_much_from_leaves_as_draft_model_alone():
 
 def test_copies_replace_leaves_only_if_worth_more():
     """The first match is always wrong; the policy observes this whether it copies the match or not."""
-    wrong, right = proposal(2, [], LEVELS[0]), proposal(1, [], LEVELS[-1])
+    wrong, right = proposal(2, [], CONFIDENCES[0]), proposal(1, [], CONFIDENCES[-1])
     policies = CombinedDraftLength(SLOPING), CombinedDraftLength(SLOPING)
     for policy, match in zip(policies, (wrong, None), strict=True):
         policy.has_leaves = True

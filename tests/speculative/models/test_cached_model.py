@@ -336,7 +336,7 @@ class ShortMask(NpuModel):
 class StepWithinPrompt(NpuModel):
     """Bug: continues within a prompt just read, where NPUW copies the prompt's last entries, not its first."""
 
-    _just_read = property(lambda self: 0, lambda self, value: None)
+    _new_prompt_length = property(lambda self: 0, lambda self, value: None)
 
 
 @pytest.mark.parametrize(

@@ -342,7 +342,7 @@ def hidden_state_of_another_leaf(patch):
 
 def hidden_state_of_the_rejected_token(patch):
     def wrong(self, place, token, leaf):
-        self._held[place] = token
+        self._tokens[place] = token
         self._length, self._computed = place + 1, place
 
     patch.setattr(CachedModel, "accept_leaf", wrong)

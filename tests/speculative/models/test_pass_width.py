@@ -9,7 +9,7 @@ from openvino_genai import GenerationConfig
 from speculative import decoder
 from speculative.drafting.policy import Costs
 from speculative.models import cached_model, eagle3_head
-from speculative.models.pass_width import PADDED, PassWidth
+from speculative.models.pass_width import MAX_PADDING, PassWidth
 from speculative.models.spec import ModelSpec
 from tests.support.paths import DRAFT, MAIN, ROOT
 
@@ -24,35 +24,35 @@ def test_padding_costs_at_most_half_a_size_change(needed, change):
     width = PassWidth(SECONDS, change)
     last, spent = 0, 0.0
     for n in needed:
-        size = width.of(n)
+        size = width.width_for(n)
         assert size == n or size == last > n
         if size > n:
             spent += SECONDS[size] - SECONDS[n]
         else:
             spent = 0.0
-        assert spent <= PADDED * change
+        assert spent <= MAX_PADDING * change
         last = size if size < len(SECONDS) else 0
 
 
 def test_size_only_grows_if_more_tokens_are_free():
     flat = PassWidth(np.ones(18), 0.5)
-    assert [flat.of(n) for n in (1, 4, 1, 2, 5, 1)] == [1, 4, 4, 4, 5, 5]
+    assert [flat.width_for(n) for n in (1, 4, 1, 2, 5, 1)] == [1, 4, 4, 4, 5, 5]
     flat.reset()
-    assert flat.of(2) == 2
+    assert flat.width_for(2) == 2
 
 
 def test_nothing_is_padded_if_size_changes_are_free():
     width = PassWidth(SECONDS, 0.0)
-    assert [width.of(n) for n in (5, 3, 1)] == [5, 3, 1]
+    assert [width.width_for(n) for n in (5, 3, 1)] == [5, 3, 1]
 
 
 def test_plain_passes_are_padded_to_the_fastest_size():
-    width = PassWidth(np.ones(18), 0.5, least=3)
-    assert [width.of(n) for n in (1, 2, 3, 5, 1)] == [3, 3, 3, 5, 5]
+    width = PassWidth(np.ones(18), 0.5, plain_size=3)
+    assert [width.width_for(n) for n in (1, 2, 3, 5, 1)] == [3, 3, 3, 5, 5]
     width.plan_one()
-    assert width.of(1) == 3 and width.is_changed
+    assert width.width_for(1) == 3 and width.is_changed
     assert width.plan(np.zeros(17), 0.1) == 3
-    assert [PassWidth(np.ones(18), 0.5, pads=False, least=3).of(n) for n in (1, 2)] == [1, 2]
+    assert [PassWidth(np.ones(18), 0.5, pads=False, plain_size=3).width_for(n) for n in (1, 2)] == [1, 2]
 
 
 @pytest.mark.parametrize(

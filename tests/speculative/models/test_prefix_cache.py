@@ -142,7 +142,7 @@ class Shadow:
                 begin = len(text) - len(shared.tokens)
                 texts = [hash(text[: begin + 8 * (i + 1)]) for i in range(BLOCK)]
                 self.wrong += any(held.get((shared.block, i)) != text for i, text in enumerate(texts))
-                self.wrong += model.leaves_traces and shared.block in soiled
+                self.wrong += model.rollback_leaves_traces and shared.block in soiled
         for request in self.decoder._requests:
             self.wrong += any(shared in self.decoder.main.pool._unused for shared in request.slot._table._shared)
 
@@ -207,7 +207,10 @@ def test_only_blocks_without_rollback_traces_are_shared(small, conversations, mo
     ids=str,
 )
 def test_caches_that_keep_traces_of_rejected_tokens_are_known(properties, expected):
-    assert BatchModel(cached_model.load(ModelSpec(DRAFT, "CPU", properties), capacity=64)).leaves_traces is expected
+    assert (
+        BatchModel(cached_model.load(ModelSpec(DRAFT, "CPU", properties), capacity=64)).rollback_leaves_traces
+        is expected
+    )
 
 
 @contextlib.contextmanager
@@ -407,7 +410,7 @@ def test_blocks_are_shared_by_content_and_never_lost():
                         content[block] = text[: min((i + 1) * 4, end)].tobytes()
                 lease.cache_full_blocks(text[:end] if random.random() < 0.7 else text[:0])
                 leases[lease] = text, max(held, end)
-        own = [block for lease in leases for block in lease._blocks[len(lease._shared) : lease._taken].tolist()]
+        own = [block for lease in leases for block in lease._blocks[len(lease._shared) : lease._allocated].tolist()]
         shared = {shared.block for lease in leases for shared in lease._shared}
         assert len(set(own)) == len(own) and not shared & set(own)
         assert len(own) + len(shared) == pool.blocks - pool.free <= pool.reserved <= pool.blocks
@@ -431,8 +434,8 @@ def test_blocks_are_shared_by_content_and_never_lost():
 
 def blocks_keyed_by_own_tokens_only(patch):
     """Bug: shares blocks regardless of the tokens before them."""
-    own = BlockTable._next
-    patch.setattr(BlockTable, "_next", lambda self, tokens: (None, own(self, tokens)[1]))
+    own = BlockTable._next_key
+    patch.setattr(BlockTable, "_next_key", lambda self, tokens: (None, own(self, tokens)[1]))
 
 
 def unverified_tokens_are_shared(patch):
@@ -440,7 +443,7 @@ def unverified_tokens_are_shared(patch):
 
     def wrong(self, tokens):
         n = min(self._length, len(tokens)) // BLOCK * BLOCK
-        self._table.cache_full_blocks(self._held[:n])
+        self._table.cache_full_blocks(self._tokens[:n])
 
     patch.setattr(Slot, "cache_full_blocks", wrong)
     logits = BatchModel.logits
@@ -493,7 +496,7 @@ def evicted_blocks_still_match(patch):
         del self._unused[oldest]
         return oldest.block
 
-    patch.setattr(BlockPool, "_take", wrong)
+    patch.setattr(BlockPool, "_allocate", wrong)
 
 
 def prefix_match_one_token_too_long(patch):

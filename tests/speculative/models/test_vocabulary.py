@@ -154,9 +154,9 @@ def test_vocabularies_without_common_token_are_rejected(folders, monkeypatch):
 
 def test_similarity_of_token_splits():
     shared = shared_letters()
-    assert shared.alike("abcdef") == (5 / 6, 3 / 6)  # ab is one token of the draft, and f is none
-    assert shared.alike("ce") == (1, 1)
-    assert shared.alike("") == (0, 0)
+    assert shared.shared_split("abcdef") == (5 / 6, 3 / 6)  # ab is one token of the draft, and f is none
+    assert shared.shared_split("ce") == (1, 1)
+    assert shared.shared_split("") == (0, 0)
 
 
 @pytest.mark.parametrize("main", ["embedded", "sentencepiece", "bytes only"])
@@ -220,8 +220,8 @@ def test_long_text_is_split_without_changing_its_tokens(draft, words, vocabulari
     ours, theirs = vocabularies["bytes only"], vocabularies[draft]
     reader, tokens, final = Retokenizer(SharedTokens(ours, theirs)), ours.encode("x = [" + "".join(words)), []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(retokenizer, "LONGEST_TAIL", 40)
-        patch.setattr(retokenizer, "KEPT_TAIL", 24)
+        patch.setattr(retokenizer, "MAX_TAIL", 40)
+        patch.setattr(retokenizer, "MIN_TAIL", 24)
         reader.reset()
         for n in (*range(1, len(tokens), 7), len(tokens)):
             ids = reader.ids(tokens[:n]).tolist()

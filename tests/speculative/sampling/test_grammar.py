@@ -131,12 +131,12 @@ def test_grammar_is_compiled_once():
     compiler = grammars()
     first = compiler.compile(StructuredOutputConfig(regex="a+"))
     assert compiler.compile(StructuredOutputConfig(regex="a+")) is first
-    for n in range(grammar.KEPT):
+    for n in range(grammar.KEPT_GRAMMARS):
         compiler.compile(StructuredOutputConfig(regex=f"a{{{n + 1}}}"))
     assert compiler.compile(StructuredOutputConfig(regex="a+")) is first  # as it is referenced
     kept = weakref.ref(first)
     del first
-    for n in range(grammar.KEPT):
+    for n in range(grammar.KEPT_GRAMMARS):
         compiler.compile(StructuredOutputConfig(regex=f"b{{{n + 1}}}"))
     assert kept() is None
 

@@ -84,7 +84,7 @@ def test_long_reference_chain_does_not_crash_the_process(name):
 
 
 def test_grammar_with_exhausted_lexer_is_compiled_again(monkeypatch):
-    monkeypatch.setattr(grammar, "MOST_LEXER_STATES", 60)
+    monkeypatch.setattr(grammar, "MAX_LEXER_STATES", 60)
     compiler, config = grammars(), StructuredOutputConfig(regex="(a|b|c|d)*a(a|b|c|d){12}")
     compiled, random, text = compiler.compile(config), np.random.default_rng(0), np.zeros(0, np.int64)
     state = compiled.state()

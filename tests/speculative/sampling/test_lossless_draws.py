@@ -335,7 +335,7 @@ def test_both_of_two_sources_draft(draft, load):
     decoder.draft_length = rule("adaptive", draft)
     sample(decoder, settings(), draws=500)
     estimate = decoder.draft_length.estimate
-    assert estimate.of_draft.judged > 20 and estimate.of_matches.judged > 20
+    assert estimate.draft_estimate.judged > 20 and estimate.match_estimate.judged > 20
 
 
 def test_pooled_samples_have_the_exact_joint_distribution(checked, pytestconfig):
@@ -431,8 +431,8 @@ def unlikely_draft_tokens_dropped(patch):
 
 
 def logits_of_another_leaf(patch):
-    leaves = Sequence.placed_leaves.fget
-    patch.setattr(Sequence, "placed_leaves", property(lambda self: leaves(self)[::-1]))
+    leaves = Sequence.leaf_positions.fget
+    patch.setattr(Sequence, "leaf_positions", property(lambda self: leaves(self)[::-1]))
 
 
 def token_after_leaf_from_wrong_row(patch):
@@ -440,7 +440,7 @@ def token_after_leaf_from_wrong_row(patch):
 
     def wrong(self, logits):
         rows = self.num_logits
-        return verify(self, np.concatenate([logits[:rows], *([logits[leaf.place]] for leaf in self.leaves)]))
+        return verify(self, np.concatenate([logits[:rows], *([logits[leaf.position]] for leaf in self.leaves)]))
 
     patch.setattr(Sequence, "verify", wrong)
 

@@ -18,8 +18,8 @@ def processor(hides_stop_token=False, **config):
 def test_tokens_after_a_stop_string_are_not_counted():
     """The draft's tokens c, d, e and f are accepted, but the text ends with d."""
     output = processor(stop_strings={"d"}, include_stop_str_in_output=True)
-    output.take(Step([0, 1], 0, 0))
-    tokens, _ = output.take(Step([2, 3, 4, 5, 6], 4, 4))
+    output.add_step(Step([0, 1], 0, 0))
+    tokens, _ = output.add_step(Step([2, 3, 4, 5, 6], 4, 4))
     output.end()
     result = output.result
     assert tokens == [2, 3] and result.tokens == [0, 1, 2, 3] and result.finish_reason == "stop"
@@ -32,8 +32,8 @@ def test_tokens_after_a_stop_string_are_not_counted():
 def test_stop_token_can_be_hidden(stops, include):
     config = {"stop_strings": stops, "include_stop_str_in_output": include, "stop_token_ids": {3}}
     output = processor(hides_stop_token=True, **config)
-    output.take(Step([0, 1], 0, 0))
-    output.take(Step([2, 3], 1, 1))
+    output.add_step(Step([0, 1], 0, 0))
+    output.add_step(Step([2, 3], 1, 1))
     output.end()
     result = output.result
     assert result.text == ("abcd" if include else "abc") and result.finish_reason == "stop"
@@ -42,9 +42,9 @@ def test_stop_token_can_be_hidden(stops, include):
 
 def test_all_tokens_are_counted_without_a_stop_string():
     output = processor()
-    output.take(Step([0], 0, 0))
-    output.take(Step([1, 2, 3], 2, 5))
-    output.take(Step([4], 0, 5))
+    output.add_step(Step([0], 0, 0))
+    output.add_step(Step([1, 2, 3], 2, 5))
+    output.add_step(Step([4], 0, 5))
     output.end()
     result = output.result
     assert (result.proposed, result.accepted, result.gained) == ([5, 5], [2, 0], [3, 1])
