@@ -88,9 +88,9 @@ def time_in(model: CachedModel | EagleHead) -> list[float]:
     seconds: list[float] = []
     run = model.backend.run
 
-    def timed(*arguments: Any) -> np.ndarray:
+    def timed(*arguments: Any, **options: Any) -> np.ndarray:
         begin = time.perf_counter()
-        logits = run(*arguments)
+        logits = run(*arguments, **options)
         seconds.append(time.perf_counter() - begin)
         return logits
 
