@@ -322,10 +322,8 @@ class Decoder:
             if not sequence.can_draft:
                 break
             inputs = sequence.token_ids, sequence.distribution, sequence.random
-            match, can_use_model = (
-                sequence.if_allowed(draft.match(*inputs)),
-                draft.can_use_model(sequence.token_ids, copied),
-            )
+            match = sequence.if_allowed(draft.match(*inputs))
+            can_use_model = draft.can_use_model(sequence.token_ids, copied)
             copies: bool | None = None
             if combined_policy:
                 copies = combined_policy.copies_next(match, can_use_model)

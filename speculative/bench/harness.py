@@ -94,7 +94,7 @@ def time_in(model: CachedModel | EagleHead) -> list[float]:
         seconds.append(time.perf_counter() - begin)
         return logits
 
-    model.backend.run = timed  # type: ignore[assignment, method-assign]
+    model.backend.run = timed  # type: ignore[method-assign]
     return seconds
 
 
