@@ -75,7 +75,7 @@ def parse_arguments(description: str, *names: str) -> argparse.Namespace:
             k = args.num_assistant_tokens
             fail(f"-k {k} is too large for a main model on NPU: use 1 to {MAX_DRAFT_LENGTH_NPU}.")
     if "prompt" in names:
-        args.prompt = add_prompt_logprobs(args.prompt)
+        args.prompt = read_prompt(args.prompt)
         fit_in_context(args)
     say("Loading " + " and ".join(f"{folder} on {device}" for folder, device, _ in models.values()) + " ...")
     return args
@@ -387,7 +387,7 @@ def check_limits(args: argparse.Namespace, engine: str) -> None:
         fail(f"-k {args.num_assistant_tokens} is less than --tree-depth {depth}: a tree has a token in each level.")
 
 
-def add_prompt_logprobs(prompt: str) -> str:
+def read_prompt(prompt: str) -> str:
     """Return the prompt, read from standard input if it is "-"; reject an empty one and what is not UTF-8."""
     if prompt == "-":
         try:
