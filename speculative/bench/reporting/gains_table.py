@@ -148,6 +148,11 @@ def named(engine: str, sampled: bool, begin: str) -> Cell:
     return cell
 
 
+def greedy_and_sampled(begin: str) -> tuple[Cell, Cell]:
+    """The cells of such a method of this project's engine; empty where it was not measured."""
+    return named(NATIVE, False, begin), named(NATIVE, True, begin)
+
+
 def method_rows(result: BenchmarkResult, engine: str, sampled: bool) -> list[MethodRow]:
     chosen = [row for row in result["rows"] if row["name"] != "GenAI, draft alone"]
     return [row for row in chosen if (engine_id(row["engine"]), row["sampled"]) == (engine, sampled)]
@@ -247,60 +252,37 @@ OVERVIEW: list[tuple[str, str, Cell, Cell | None, str]] = [
         best_fixed(NATIVE, True),
         "The benchmark pair",
     ),
-    (
-        "the same, adaptive K",
-        "benchmark-pair",
-        named(NATIVE, False, "adaptive"),
-        named(NATIVE, True, "adaptive"),
-        "The benchmark pair",
-    ),
-    (
-        "the same, after 2,000 tokens of context",
-        "context",
-        named(NATIVE, False, "adaptive"),
-        None,
-        "Long contexts",
-    ),
+    ("the same, adaptive K", "benchmark-pair", *greedy_and_sampled("adaptive"), "The benchmark pair"),
+    ("the same, after 2,000 tokens of context", "context", *greedy_and_sampled("adaptive"), "Long contexts"),
     (
         "draft model (2.0 M) of a 31.6 M main model, adaptive K",
         "embedded",
-        named(NATIVE, False, "adaptive"),
-        named(NATIVE, True, "adaptive"),
+        *greedy_and_sampled("adaptive"),
         "The embedded pair",
     ),
-    (
-        "EAGLE-3 head of SmolLM2-135M, adaptive K",
-        "eagle3-smollm2",
-        named(NATIVE, False, "adaptive"),
-        named(NATIVE, True, "adaptive"),
-        "EAGLE-3 heads",
-    ),
+    ("EAGLE-3 head of SmolLM2-135M, adaptive K", "eagle3-smollm2", *greedy_and_sampled("adaptive"), "EAGLE-3 heads"),
     (
         "suffix decoding with SmolLM2-135M, no draft model",
         "sources-smollm2",
-        named(NATIVE, False, "lookup adaptive"),
-        named(NATIVE, True, "lookup adaptive"),
+        *greedy_and_sampled("lookup adaptive"),
         "All sources of draft tokens",
     ),
     (
         "EAGLE-3 head and suffix decoding with SmolLM2-135M",
         "sources-smollm2",
-        named(NATIVE, False, "adaptive, two sources"),
-        named(NATIVE, True, "adaptive, two sources"),
+        *greedy_and_sampled("adaptive, two sources"),
         "All sources of draft tokens",
     ),
     (
         "the same, answers that follow a JSON schema",
         "structured-smollm2",
-        named(NATIVE, False, "adaptive, two sources"),
-        None,
+        *greedy_and_sampled("adaptive, two sources"),
         "JSON schemas",
     ),
     (
         "a draft with an acceptance near 0, adaptive K",
         "useless-draft",
-        named(NATIVE, False, "adaptive"),
-        named(NATIVE, True, "adaptive"),
+        *greedy_and_sampled("adaptive"),
         "A useless draft",
     ),
     (
