@@ -60,7 +60,7 @@ class ModelCosts:
 
 
 def _table(passes: Mapping[int, float]) -> list[float]:
-    """Seconds of 0, 1, ..., MOST_TOKENS tokens: interpolated, extrapolated linearly."""
+    """Seconds of 0, 1, ..., MAX_TOKENS tokens: interpolated, extrapolated linearly."""
     n, seconds = monotone(passes)
     table = np.interp(np.arange(MAX_TOKENS + 1), n, seconds)
     if len(n) > 1:

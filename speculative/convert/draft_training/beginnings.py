@@ -55,7 +55,7 @@ class Prompt(NamedTuple):
 
 
 def read_prompts(file: Path) -> list[Prompt]:
-    """The different prompts of a JSONL file. Raises ConvertError if there are fewer than LEAST_PROMPTS."""
+    """The different prompts of a JSONL file. Raises ConvertError if there are fewer than MIN_PROMPTS."""
     try:
         lines = [line for line in file.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
         rows = [json.loads(line) for line in lines]

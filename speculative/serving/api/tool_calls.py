@@ -1,7 +1,7 @@
 """Tool calls in generated text: the format of a chat template, the structural tag of forced calls, and an incremental
 parser.
 
-    parser = ToolParser(format_of(chat_template), names={"add"})
+    parser = ToolParser(detect_tool_format(chat_template), names={"add"})
     for piece in pieces:
         parser.feed(piece)  # Text, Call and Arguments
     parser.end()
