@@ -69,9 +69,9 @@ FIGURES = {
         2,
     ),
     "eagle3-smollm2": Figure(
-        f"scripts/benchmark.py {CHAT} --paths genai,engine,sampled -k 3 --prompts scripts/prompts/instructions.jsonl "
+        f"scripts/benchmark.py {CHAT} --paths genai,engine,sampled -k 3,5 --prompts scripts/prompts/instructions.jsonl "
         "--max-prompts 16 --starts 2 --rounds 1 --huge-pages --no-starts",
-        8,
+        12,
     ),
     "benchmark-pair": Figure(
         f"scripts/benchmark.py {LARGE} --paths genai,engine,sampled -k 4,8 --max-prompts 4 --max-new-tokens 48 "
