@@ -3,6 +3,7 @@
     python convert/make_draft.py MAIN OUT
     python convert/make_draft.py models/embedded/main drafts/embedded --minutes 20
     python convert/make_draft.py models/qwen3/main drafts/qwen3 --minutes 240 --device cuda --prompts prompts.jsonl
+    python convert/make_draft.py models/llama/main drafts/llama --minutes 60 --tokens 20000000 --device cuda --online
     python convert/make_draft.py models/qwen3/main drafts/qwen3 --init-from models/qwen3/draft --prompts prompts.jsonl
     python convert/make_draft.py models/llama/main drafts/llama --kind pruned --minutes 240 --device cuda
 
@@ -18,6 +19,9 @@ Llama architecture), an ordinary draft model for every engine and device. Stages
               without the layers that change the hidden states least
 4. verdict    acceptance on held-out prompts, also by category, and speed compared with prompt lookup, the main model
               alone and other drafts (--compare)
+
+--online runs the main model on --device, too: on a GPU it writes millions of tokens in minutes there, and its hidden
+states are computed during the training instead of being stored. For main models of the Llama architecture.
 
 --init-from HEAD trains an existing head further, such as a published one for a fine-tuned or quantized main model, or
 for your own prompts. It keeps its vocabulary, unless --draft-vocabulary chooses another one from the new texts.
@@ -69,6 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--keep-layers", type=int, metavar="N", help="layers that a pruned draft keeps (default: a quarter)")
     add("--compare", action="append", default=[], metavar="DRAFT", help="also measure this draft; may be repeated")
     add("--device", default="cpu", help="torch's device for the training: cpu, cuda or xpu (default: cpu)")
+    add("--online", action="store_true", help="run the main model on --device, too (Llama architecture, eagle3)")
     add("--threads", type=int, help="CPU threads (default: all)")
     add("--debug", action="store_true", help="show stack traces")
     return parser
@@ -87,6 +92,8 @@ def options(parsed: argparse.Namespace, arguments: list[str]) -> stages.Options:
         for name in names:
             if getattr(parsed, name) is not None and parsed.kind != kind:
                 raise ConvertError(f"--{name.replace('_', '-')} is for --kind {kind}; leave it out", 2)
+    if parsed.online and parsed.kind != "eagle3":
+        raise ConvertError(f"--online is for --kind eagle3, not {parsed.kind}; leave it out", 2)
     if parsed.layers is not None and parsed.init_from:
         raise ConvertError("--layers is that of the head of --init-from; leave it out", 2)
     require_torch(parsed.device)
@@ -105,6 +112,7 @@ def options(parsed: argparse.Namespace, arguments: list[str]) -> stages.Options:
         keep_layers=parsed.keep_layers,
         compared=list(dict.fromkeys(parsed.compare)),
         device=parsed.device,
+        online=parsed.online,
         threads=parsed.threads,
     )
 

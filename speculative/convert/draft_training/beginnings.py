@@ -47,6 +47,17 @@ def opening(tokenizer: openvino_genai.Tokenizer, vocabulary: int, random: np.ran
     return Opening(lead, prefix.tolist(), TURN, set(suffix[:1].tolist()), suffix.tolist())
 
 
+def next_turn(tokenizer: openvino_genai.Tokenizer) -> list[int]:
+    """The token ids between an answer and the user's next turn; [] if the chat template has none."""
+    if not tokenizer.chat_template:
+        return []
+    roles = ("user", "assistant", "user")
+    turns = [{"role": role, "content": f"{PLACEHOLDER}-{i}"} for i, role in enumerate(roles)]
+    _, _, later = tokenizer.apply_chat_template(turns, add_generation_prompt=True).partition(f"{PLACEHOLDER}-1")
+    between, separator, _ = later.partition(f"{PLACEHOLDER}-2")
+    return tokenizer.encode(between, add_special_tokens=False).input_ids.data[0].tolist() if separator else []
+
+
 class Prompt(NamedTuple):
     """A user turn, and its category, "" if it has none."""
 

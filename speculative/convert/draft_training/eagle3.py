@@ -10,7 +10,6 @@ from openvino import opset13 as ops
 from speculative.convert.draft_training.head_weights import TrainedHead
 from speculative.convert.draft_training.kind import SAVED, Kind
 from speculative.convert.draft_training.main_model import MainModel, Reader
-from speculative.convert.draft_training.state_file import TextStates
 from speculative.convert.errors import ConvertError
 from speculative.models.eagle3_graph import last_dimension, residual_adds
 
@@ -55,6 +54,11 @@ class Eagle3(Kind):
     def check(self) -> None:
         pass  # done, without computing anything
 
+    def put_main_on(self, device: str) -> None:
+        from speculative.convert.draft_training.torch_main import TorchMain
+
+        self.online = TorchMain(self.main, self.layers, device)
+
     def reader(self, top: int) -> Reader:
         def states(graph: ov.Model) -> ov.Node:
             adds = residual_adds(graph)
@@ -62,12 +66,12 @@ class Eagle3(Kind):
 
         return self.main.reader(top, states)
 
-    def training(self, file: Path, texts: list[TextStates], device: str) -> "HeadTraining":
+    def training(self, file: Path, texts: list[Any], device: str) -> "HeadTraining":
         from speculative.convert.draft_training.head import Beginning, HeadTraining
 
         counts = np.zeros(self.main.vocabulary, np.int64)
-        for tokens, _ in texts:
-            counts += np.bincount(tokens, minlength=len(counts))
+        for tokens, answer in texts:
+            counts += np.bincount(tokens[answer:] if self.online else tokens, minlength=len(counts))
 
         def beginning() -> Beginning:
             if self.initial and not self._draft_vocabulary:
@@ -84,9 +88,15 @@ class Eagle3(Kind):
             return Beginning(vocabulary, weights)
 
         shape = self.initial.shape if self.initial else self.main.shape
-        training = HeadTraining(file, shape, self.states, self.main.embeddings(), device, beginning)
-        if self.initial:
-            training.rate = FURTHER_RATE
+        arguments = (file, shape, self.states, self.main.embeddings(), device, beginning)
+        if self.online:
+            from speculative.convert.draft_training.online import OnlineHeadTraining
+
+            training: HeadTraining = OnlineHeadTraining(self.online, *arguments)
+        else:
+            training = HeadTraining(*arguments)
+            if self.initial:
+                training.rate = FURTHER_RATE
         known = training.vocabulary
         self._coverage = float(counts[known].sum() / counts.sum())
         print(f"draft vocabulary: {len(known):,} of {len(counts):,} tokens, {self._coverage:.1%} of the text")

@@ -165,4 +165,4 @@ class HeadTraining(Training):
 
     def forward(self, batch: Batch) -> Iterator[torch.Tensor]:
         embeddings = self._embeddings[batch.tokens[:, 1:]].float()
-        return self.head.unroll(embeddings, batch.states[:, :-1], STEPS)
+        return self.head.unroll(embeddings, batch.states[:, :-1], self.unrolled)

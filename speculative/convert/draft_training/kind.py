@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speculative.convert.draft_training.main_model import MainModel, Reader
-from speculative.convert.draft_training.state_file import TextStates
 
 if TYPE_CHECKING:  # torch takes seconds to import, and the first stages need none
+    from speculative.convert.draft_training.torch_main import TorchMain
     from speculative.convert.draft_training.training import Training
 
 
@@ -21,6 +21,7 @@ class Kind(ABC):
     main: MainModel
     settings: dict[str, Any]  # options with which alone a training can be continued
     files: tuple[str, ...] = ()  # names of what it makes beside the IR and the checkpoint
+    online: "TorchMain | None" = None  # the main model, where it runs on torch's device
     states = 0  # size of the main model's hidden states that are kept for each token
     space = 200 << 20  # bytes of disk that everything but the states takes
 
@@ -28,13 +29,18 @@ class Kind(ABC):
     def check(self) -> None:
         """Raise ConvertError if the main model cannot have such a draft. Takes seconds."""
 
+    def put_main_on(self, device: str) -> None:
+        """Run the main model in torch on `device`, for online training. Raises ConvertError if it cannot."""
+        raise NotImplementedError(f"--kind {self.name} has no online training")
+
     @abstractmethod
     def reader(self, top: int) -> Reader:
         """Compile the main model to read texts."""
 
     @abstractmethod
-    def training(self, file: Path, texts: list[TextStates], device: str) -> "Training":
-        """The training kept in `file`, or a new one; prints what was chosen for it."""
+    def training(self, file: Path, texts: list[Any], device: str) -> "Training":
+        """The training kept in `file`, or a new one, of TextStates, or for online training of OnlineTexts; prints what
+        was chosen for it."""
 
     @abstractmethod
     def save(self, training: Any, folder: Path) -> None:

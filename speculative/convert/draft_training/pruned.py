@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from speculative.convert.draft_training import llama_weights
 from speculative.convert.draft_training.kind import SAVED, Kind
-from speculative.convert.draft_training.main_model import Forward, MainModel, Reader
+from speculative.convert.draft_training.main_llama import MainLlama
+from speculative.convert.draft_training.main_model import MainModel, Reader
 from speculative.convert.draft_training.state_file import TextStates
 from speculative.convert.errors import ConvertError
-from speculative.models.config import read_config
-from speculative.models.eagle3_graph import last_dimension
 
 if TYPE_CHECKING:
     from speculative.convert.draft_training.pruned_model import PrunedTraining
@@ -46,10 +44,10 @@ class Pruned(Kind):
         """Raises ConvertError if the main model's graph is no Llama's, or has too few layers."""
         self.main = main
         try:
-            self.layers = llama_weights.find_layers(main.graph)
+            self.llama = MainLlama(main)
         except ValueError as error:
             raise self._unsupported(str(error)) from error
-        count = len(self.layers)
+        count = len(self.llama.layers)
         self.kept = kept or max(1, round(KEPT_SHARE * count))
         if not self.kept < count:
             raise ConvertError(
@@ -72,38 +70,17 @@ class Pruned(Kind):
         )
 
     def check(self) -> None:
-        from speculative.convert.draft_training import pruned_model
+        from speculative.convert.draft_training import torch_llama
 
-        if problem := pruned_model.difference(self):
+        if problem := torch_llama.difference(self.llama):
             raise self._unsupported(problem)
 
     def reader(self, top: int) -> Reader:
         return self.main.reader(top)
 
-    def hidden_states(self, **properties: str) -> Forward:
-        """Compile the main model to give the embeddings of a text, the hidden states after each layer, and logits."""
-        graph = self.main.graph.clone()
-        layers = llama_weights.find_layers(graph)
-        logits = graph.output("logits").get_node().input_value(0).get_node()
-        outputs = [layers[0].before, *(layer.after for layer in layers), logits]
-        return Forward(graph, outputs, self.main.spec, **properties)
-
-    def config(self) -> dict[str, Any]:
-        """Its config for transformers, but for the number of layers."""
-        first = self.layers[0]
-        sizes = {name: last_dimension(node) for name, node in first.matrices.items()}
-        return self.main.shape._asdict() | {
-            "vocab_size": self.main.vocabulary,
-            "head_dim": first.head_dim,
-            "num_attention_heads": sizes["self_attn.q_proj.weight"] // first.head_dim,
-            "num_key_value_heads": sizes["self_attn.k_proj.weight"] // first.head_dim,
-            "intermediate_size": sizes["mlp.gate_proj.weight"],
-            "rope_scaling": read_config(self.main.spec.folder).get("rope_scaling"),
-        }
-
     def choose(self, texts: Iterable[np.ndarray]) -> Choice:
         """The layers to keep, by the main model's hidden states of `texts`, token ids."""
-        compute, removed = self.hidden_states(), len(self.layers) - self.kept
+        compute, removed = self.llama.hidden_states(), len(self.llama.layers) - self.kept
         angles, tokens = np.zeros(self.kept + 1), 0
         for text in texts:
             states = np.stack(compute(text)[:-1]).astype(np.float32)
@@ -112,7 +89,7 @@ class Pruned(Kind):
             angles += np.arccos(cosines.clip(-1, 1)).sum(-1) / np.pi
             tokens += len(text)
         start = int(angles.argmin())
-        kept_layers = [*range(start), *range(start + removed, len(self.layers))]
+        kept_layers = [*range(start), *range(start + removed, len(self.llama.layers))]
         return Choice(kept_layers, float(angles[start] / tokens))
 
     def training(self, file: Path, texts: list[TextStates], device: str) -> "PrunedTraining":
@@ -121,7 +98,7 @@ class Pruned(Kind):
         training = PrunedTraining(file, self, lambda: self.choose(tokens for tokens, _ in texts[:COMPARED]), device)
         layers = ", ".join(map(str, training.choice.layers))
         print(
-            f"layers: {layers} of 0 to {len(self.layers) - 1} stay; the others turn hidden states by "
+            f"layers: {layers} of 0 to {len(self.llama.layers) - 1} stay; the others turn hidden states by "
             f"{training.choice.distance:.2f} pi, less than any as many in a row"
         )
         return training
@@ -134,6 +111,6 @@ class Pruned(Kind):
     def record(self, training: "PrunedTraining") -> dict[str, Any]:
         return {
             "kept_layers": training.choice.layers,
-            "main_layers": len(self.layers),
+            "main_layers": len(self.llama.layers),
             "angular_distance": round(training.choice.distance, 3),
         }

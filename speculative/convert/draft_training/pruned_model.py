@@ -8,64 +8,13 @@ from typing import Any
 import numpy as np
 import openvino as ov
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
-from speculative.convert.draft_training import llama_weights, training
+from speculative.convert.draft_training import torch_llama, training
 from speculative.convert.draft_training.pruned import Choice, Pruned
 from speculative.convert.draft_training.training import Batch, Training
 from speculative.modelgen import llama_ir
 from speculative.modelgen.llama_ir import in_int8
-
-CHECKED_TOKENS = 24  # tokens by which the weights that were read are checked
-TOLERANCE = 0.02  # of the size of what a layer adds, and of the logits
-
-
-def build(pruned: Pruned, layers: list[int]) -> LlamaForCausalLM:
-    """The main model with some of its layers."""
-    main = pruned.main
-    output = main.output_layer(np.arange(main.vocabulary))
-    if output is None:
-        raise ValueError("its graph ends in another way")
-    embeddings = main.embeddings()
-    is_tied = np.array_equal(output.rows.astype(np.float16), embeddings)
-    weights = {"model.embed_tokens.weight": output.rows if is_tied else embeddings.astype(np.float32)}
-    weights |= {"lm_head.weight": output.rows, "model.norm.weight": output.norm}
-    for index, layer in enumerate(layers):
-        read = llama_weights.read_layer(pruned.layers[layer])
-        weights |= {f"model.layers.{index}.{name}": values for name, values in read.items()}
-    model = _empty(pruned, len(layers), is_tied)
-    model.load_state_dict({name: torch.from_numpy(np.array(values)) for name, values in weights.items()})
-    return model
-
-
-def _empty(pruned: Pruned, layers: int, is_tied: bool) -> LlamaForCausalLM:
-    config = LlamaConfig(**pruned.config(), num_hidden_layers=layers, tie_word_embeddings=is_tied)
-    return LlamaForCausalLM(config).float()
-
-
-@torch.no_grad()
-def difference(pruned: Pruned) -> str:
-    """What the main model computes otherwise than a Llama with its weights, in its first or last layer or after it; ""
-    if all is the same."""
-    last = len(pruned.layers) - 1
-    try:
-        model = build(pruned, [0, last])
-    except (ValueError, RuntimeError):
-        return "its matrices have other sizes"
-    tokens = np.linspace(0, pruned.main.vocabulary - 1, CHECKED_TOKENS).astype(np.int64)
-    compute = pruned.hidden_states(EXECUTION_MODE_HINT="ACCURACY")
-    *states, logits = (torch.from_numpy(computed)[None].float() for computed in compute(tokens))
-    angles = model.model.rotary_emb(states[0], torch.arange(CHECKED_TOKENS)[None])
-    pairs = {"logits": (model.lm_head(model.model.norm(states[-1])), logits)}
-    for index, layer in enumerate((0, last)):
-        computed = model.model.layers[index](states[layer], position_embeddings=angles)
-        pairs[f"layer {layer}"] = (computed - states[layer], states[layer + 1] - states[layer])
-    differing = [
-        name
-        for name, (computed, expected) in pairs.items()
-        if (computed - expected).norm() > TOLERANCE * expected.norm()
-    ]
-    return f"it computes other {differing[0]}" if differing else ""
 
 
 class PrunedTraining(Training):
@@ -76,10 +25,10 @@ class PrunedTraining(Training):
         torch.manual_seed(0)
         if saved_state := training.load(file, device):
             self.choice = Choice(saved_state["layers"], saved_state["distance"])
-            model = _empty(pruned, len(self.choice.layers), saved_state["is_tied"])
+            model = torch_llama.empty(pruned.llama, len(self.choice.layers), saved_state["is_tied"])
         else:
             self.choice = choose()
-            model = build(pruned, self.choice.layers)
+            model = torch_llama.build(pruned.llama, self.choice.layers)
         vocabulary = pruned.main.vocabulary
         super().__init__(file, saved_state, model, np.arange(vocabulary), vocabulary, device)
         self.llama = model

@@ -7,7 +7,7 @@ import shutil
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from speculative.atomic_write import atomic_write
 from speculative.cli.progress import tqdm
@@ -27,9 +27,11 @@ from speculative.convert.source import content_hash
 from speculative.models.spec import ModelSpec
 
 if TYPE_CHECKING:  # torch takes seconds to import, and the first stages need none
+    from speculative.convert.draft_training.device_writer import DeviceWriter
     from speculative.convert.draft_training.training import Training
 
 TOP = 64  # next tokens whose probabilities are kept
+TEXT_BYTES = 8  # on disk for a token of a text
 EVALUATED, EVALUATE_EVERY = 24, 60.0  # held-out texts that are read, too; seconds between evaluations
 PACKAGES = ("openvino", "openvino-genai", "torch", "transformers")
 
@@ -52,6 +54,7 @@ class Options:
     keep_layers: int | None
     compared: list[str]  # drafts, as given
     device: str  # of the training, torch's name
+    online: bool  # the main model runs there, too
     threads: int | None
 
 
@@ -70,6 +73,8 @@ def make(options: Options) -> None:
         verdict.require_draft(main.spec.folder, Path(draft))
     if not (options.out / "work/training.pt").exists():
         kind.check()
+    if options.online:
+        kind.put_main_on(options.device)
     folder = DraftFolder(options.out, kind.files)
     folder.open()
     try:
@@ -82,6 +87,7 @@ def make(options: Options) -> None:
                 "--prompts": str(options.prompts) if options.prompts else None,
                 "content of --prompts": beginnings.fingerprint(prompts) if prompts else None,
                 "--length": options.longest,
+                "--online": options.online or None,
             }
         )
         _Stages(options, kind, folder, prompts).run()
@@ -114,15 +120,17 @@ class _Stages:
         self._require_space()
         with self.clock.stage("texts"):
             self._write_texts()
-        with self.clock.stage("states"):
-            self._read_texts()
+        if not self.options.online:
+            with self.clock.stage("states"):
+                self._read_texts()
         with self.clock.stage("training"):
             training = self._train()
         self._install(training)
 
     def _require_space(self) -> None:
         missing = max(0, self.options.tokens - sum(self.states.lengths))
-        needed = missing * StateFile.bytes_each(self.kind.states, self.top) + self.kind.space
+        each = TEXT_BYTES if self.options.online else StateFile.bytes_each(self.kind.states, self.top)
+        needed = missing * each + self.kind.space
         free = shutil.disk_usage(self.folder.work).free
         if needed > free:
             raise ConvertError(
@@ -134,7 +142,7 @@ class _Stages:
         wants_more = self.clock.remaining("texts") > 0 and self.texts.token_count < self.options.tokens
         if wants_more or not self.texts.is_enough:
             bar = tqdm(total=round(self.clock.remaining("texts")), unit="s", desc="texts", mininterval=1)
-            writer = Writer(self.main.spec, self.longest, self.main.vocabulary, self.prompts, self.texts)
+            writer = self._writer()
 
             def progress() -> None:
                 bar.n = bar.total - round(self.clock.remaining("texts"))
@@ -148,6 +156,13 @@ class _Stages:
         self.texts.close()
         held_out = len(self.texts.held_out)
         print(f"texts: {len(self.texts.texts):,}, {self.texts.token_count:,} tokens, {held_out} of the texts held out")
+
+    def _writer(self) -> "Writer | DeviceWriter":
+        if not self.kind.online:
+            return Writer(self.main.spec, self.longest, self.main.vocabulary, self.prompts, self.texts)
+        from speculative.convert.draft_training.device_writer import DeviceWriter
+
+        return DeviceWriter(self.main.spec, self.kind.online, self.longest, self.prompts, self.texts)
 
     def _read_texts(self) -> None:
         """Compute the hidden states and probabilities of texts, of some held-out ones first."""
@@ -171,7 +186,7 @@ class _Stages:
             import torch
 
             torch.set_num_threads(self.options.threads)
-        texts, held_out = self.states.texts(), self.held_out_states.texts()
+        texts, held_out = self._training_texts()
         training = self.kind.training(self.folder.work / "training.pt", texts, self.options.device)
         remaining = self.clock.remaining("training")
         seconds = remaining + self.clock.spent.get("training", 0.0)
@@ -200,6 +215,15 @@ class _Stages:
             f"held-out texts, by draft step: {_shares(self.scores.agreement)}"
         )
         return training
+
+    def _training_texts(self) -> tuple[list[Any], list[Any]]:
+        """Texts to train on, and held-out ones."""
+        if not self.options.online:
+            return self.states.texts(), self.held_out_states.texts()
+        return (
+            [(text.tokens, len(text.prompt)) for text in self.texts.training],
+            [(text.tokens, len(text.prompt)) for text in self.texts.held_out[:EVALUATED]],
+        )
 
     def _install(self, training: "Training") -> None:
         """Export the draft, measure it, and move all files into place."""
@@ -237,8 +261,8 @@ class _Stages:
             "command": self.options.command,
             "draft": {**self.kind.record(training), "parameters": training.parameters},
             "data": {
-                "texts": len(self.states),
-                "tokens": sum(self.states.lengths),
+                "texts": len(self.texts.training) if self.options.online else len(self.states),
+                "tokens": self.texts.token_count if self.options.online else sum(self.states.lengths),
                 "held_out_texts": len(self.texts.held_out),
                 "prompts": self.options.prompts.name if self.options.prompts else None,
             },

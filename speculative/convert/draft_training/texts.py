@@ -33,19 +33,26 @@ class TextFile:
     def __init__(self, path: Path):
         content = path.read_bytes() if path.exists() else b""
         complete = content[: content.rfind(b"\n") + 1]
-        self.texts = [Text(*json.loads(line)) for line in complete.splitlines()]
-        self._token_ids = {(*text.prompt, *text.answer) for text in self.texts}
+        self.texts: list[Text] = []
+        self._token_ids: set[tuple[int, ...]] = set()
+        self._held_out_count = self.token_count = 0
+        for line in complete.splitlines():
+            self._count(Text(*json.loads(line)))
         self._file = path.open("ab")
         self._file.truncate(len(complete))
 
     def add(self, text: Text) -> None:
         """Append a text, unless it is there already."""
-        tokens = (*text.prompt, *text.answer)
-        if tokens not in self._token_ids:
-            self._token_ids.add(tokens)
-            self.texts.append(text)
+        if (*text.prompt, *text.answer) not in self._token_ids:
+            self._count(text)
             self._file.write(json.dumps(text).encode() + b"\n")
             self._file.flush()
+
+    def _count(self, text: Text) -> None:
+        self.texts.append(text)
+        self._token_ids.add((*text.prompt, *text.answer))
+        self._held_out_count += text.held_out
+        self.token_count += len(text.prompt) + len(text.answer)
 
     def close(self) -> None:
         self._file.close()
@@ -61,8 +68,9 @@ class TextFile:
     @property
     def is_enough(self) -> bool:
         """Whether there are enough texts for any training."""
-        return len(self.held_out) >= MIN_HELD_OUT and len(self.training) >= MIN_TEXTS
+        return self.has_held_out and len(self.texts) - self._held_out_count >= MIN_TEXTS
 
     @property
-    def token_count(self) -> int:
-        return sum(len(text.prompt) + len(text.answer) for text in self.texts)
+    def has_held_out(self) -> bool:
+        """Whether there are enough held-out texts for any training."""
+        return self._held_out_count >= MIN_HELD_OUT

@@ -1,4 +1,8 @@
-"""Trains a draft of any kind: soft cross-entropy against the main model's probabilities, AdamW with cosine decay."""
+"""Trains a draft of any kind against the main model's probabilities: AdamW with cosine decay.
+
+The loss begins as the cross-entropy. Later the total variation is added, which is what rejection sampling rejects at
+temperature 1: the more is accepted already, the larger its weight (LK losses, arXiv 2602.23881).
+"""
 
 import math
 import time
@@ -17,7 +21,9 @@ STEP_WEIGHT = 0.8  # of each against the one before, as in EAGLE
 RATE, WARM_UP, MIN_RATE = 1e-3, 30, 0.05
 MIN_STEPS = 10  # of the optimizer, however short the time
 CLIP = 0.5
-ROWS = 64  # of logits at a time, for the loss
+ROWS, DEVICE_ROWS = 64, 4096  # of logits at a time, for the loss: on a CPU, on a GPU
+VARIATION_FROM, VARIATION_FULL = 0.4, 0.6  # shares of the training between which the total variation is added
+VARIATION_RATE = 3.0  # of its weight, 1 - exp(-rate * accepted share)
 BATCH, POOL = 1024, 256  # tokens of a batch, texts whose lengths are compared
 SAVE_EVERY = 60.0  # seconds
 
@@ -45,33 +51,51 @@ def load(file: Path, device: str) -> dict | None:
     return torch.load(file, map_location=device, weights_only=True) if file.exists() else None
 
 
-class CrossEntropy(torch.autograd.Function):
-    """The cross-entropy of logits against soft targets, as a weighted sum over rows.
+class DraftLoss(torch.autograd.Function):
+    """The loss of logits against soft targets, as a weighted sum over rows.
 
-    It computes the gradient at once, from the same softmax, and a few rows at a time, which stay in the CPU's caches.
+    It computes the gradient at once, from the same softmax: on a CPU a few rows at a time, which stay in its caches.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, ids: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        """`logits` [rows, vocabulary]. `targets` [rows, top] are the probabilities of `ids`, all others are 0; they sum
-        to 1 in each row that has a weight."""
-        loss = torch.zeros((), device=logits.device)
+        ctx: Any,
+        logits: torch.Tensor,
+        ids: torch.Tensor,
+        targets: torch.Tensor,
+        weights: torch.Tensor,
+        variation: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss, and the accepted share: the overlap of the two distributions.
+
+        `logits` [rows, vocabulary]. `targets` [rows, top] are the probabilities of `ids`, all others are 0; they sum
+        to at most 1. The loss has the total variation with the weight `variation`, the cross-entropy with the rest.
+        """
+        loss, accepted = (torch.zeros((), device=logits.device) for _ in range(2))
         gradient = torch.empty_like(logits)
-        for begin in range(0, len(logits), ROWS):
-            rows = slice(begin, begin + ROWS)
+        size = ROWS if logits.device.type == "cpu" else DEVICE_ROWS
+        for begin in range(0, len(logits), size):
+            rows = slice(begin, begin + size)
+            p, at, weight = targets[rows], ids[rows], weights[rows, None]
             log_q = logits[rows].float().log_softmax(-1)
-            loss -= ((targets[rows] * log_q.gather(-1, ids[rows])).sum(-1) * weights[rows]).sum()
-            excess = log_q.exp_().scatter_add_(-1, ids[rows], -targets[rows])
-            gradient[rows] = excess.mul_(weights[rows, None])
+            log_q_at = log_q.gather(-1, at)
+            q_at = log_q_at.exp()
+            overlap = (torch.minimum(p, q_at) * weight).sum()
+            accepted += overlap
+            entropy = -(p * log_q_at * weight).sum()
+            loss += (1 - variation) * entropy + variation * (weight.sum() - overlap)
+            kept = q_at * (q_at < p)  # probabilities whose growth lets more be accepted
+            share = (1 - variation) * p.sum(-1, keepdim=True) + variation * kept.sum(-1, keepdim=True)
+            pull = (1 - variation) * p + variation * kept
+            gradient[rows] = log_q.exp_().mul_(share).scatter_add_(-1, at, -pull).mul_(weight)
         ctx.save_for_backward(gradient)
-        return loss
+        ctx.mark_non_differentiable(accepted)
+        return loss, accepted
 
     @staticmethod
-    def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, scale: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         (gradient,) = ctx.saved_tensors
-        return gradient.mul_(scale), None, None, None
+        return gradient.mul_(scale), None, None, None, None
 
 
 class Training(ABC):
@@ -99,6 +123,8 @@ class Training(ABC):
             model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.01, fused=True
         )
         self.steps, self.tokens = 0, 0
+        self.warm_up, self.batch_tokens = WARM_UP, BATCH
+        self._accepted = [0.0] * self.unrolled  # share of each draft step, in the last batch
         if saved_state:
             model.load_state_dict(saved_state["model"])
             self._optimizer.load_state_dict(saved_state["optimizer"])
@@ -166,22 +192,24 @@ class Training(ABC):
         """One optimizer step, when `share` of the training is over; returns the loss."""
         rate = MIN_RATE + (1 - MIN_RATE) * (1 + math.cos(math.pi * share)) / 2
         for group in self._optimizer.param_groups:
-            group["lr"] = self.rate * rate * min(1, (self.steps + 1) / WARM_UP)
+            group["lr"] = self.rate * rate * min(1, (self.steps + 1) / self.warm_up)
         batch = self._batch(texts)
-        loss = torch.zeros((), device=self._device)
+        ramp = min(1.0, max(0.0, (share - VARIATION_FROM) / (VARIATION_FULL - VARIATION_FROM)))
+        loss, accepted = torch.zeros((), device=self._device), []
         for i, logits in enumerate(self._logits(batch)):
             draft_ids, targets, mask = self._targets(batch, i)
-            draft_targets = targets.masked_fill(draft_ids < 0, 0)
-            in_vocabulary = mask & (draft_ids[..., 0] >= 0)  # the most likely token is in the draft vocabulary
-            draft_targets = draft_targets / draft_targets.sum(-1, keepdim=True).clamp(min=1e-6)
-            share_of_row = in_vocabulary / in_vocabulary.sum().clamp(min=1)
             rows = (
                 logits.flatten(0, 1),
                 draft_ids.flatten(0, 1).clamp(min=0),
-                draft_targets.flatten(0, 1),
-                share_of_row.flatten(),
+                targets.masked_fill(draft_ids < 0, 0).flatten(0, 1),
+                (mask / mask.sum().clamp(min=1)).flatten(),
             )
-            loss = loss + STEP_WEIGHT**i * CrossEntropy.apply(*rows)
+            step_loss, step_accepted = DraftLoss.apply(
+                *rows, ramp * (1 - math.exp(-VARIATION_RATE * self._accepted[i]))
+            )
+            loss = loss + STEP_WEIGHT**i * step_loss
+            accepted.append(step_accepted)
+        self._accepted = torch.stack(accepted).tolist()
         self._optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
@@ -217,7 +245,7 @@ class Training(ABC):
         after = slice(step + self.ahead, None)
         return self._draft_id_of[batch.ids[:, after]], batch.probabilities[:, after], batch.mask[:, after]
 
-    def _batch(self, texts: list[TextStates]) -> Batch:
+    def _batch(self, texts: list[Any]) -> Batch:
         count, longest = len(texts), max(len(tokens) for tokens, _ in texts)
         tokens = np.zeros((count, longest), np.int64)
         mask = np.zeros((count, longest), bool)
@@ -235,14 +263,14 @@ class Training(ABC):
         return Batch(all_tokens, states.float(), top.long(), log_p.float().exp(), all_masks)
 
     def _batches(self, texts: list[TextStates]) -> Iterator[list[TextStates]]:
-        """Endless batches of about BATCH tokens, of texts of similar length, in random order."""
+        """Endless batches of about `batch_tokens` tokens, of texts of similar length, in random order."""
         while True:
             order = self._random.permutation(len(texts))
             batches: list[list[TextStates]] = []
             for pool in (order[start : start + POOL] for start in range(0, len(order), POOL)):
                 batch: list[TextStates] = []
                 for i in sorted(pool, key=lambda i: len(texts[i][0])):
-                    if batch and (len(batch) + 1) * len(texts[i][0]) > BATCH:
+                    if batch and (len(batch) + 1) * len(texts[i][0]) > self.batch_tokens:
                         batches.append(batch)
                         batch = []
                     batch.append(texts[i])

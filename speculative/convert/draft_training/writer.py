@@ -54,17 +54,9 @@ class Writer:
         self._file = file
         self._request_ids = itertools.count()
         self._too_long = 0  # prompts that the model wrote in vain
-        encoded = [(encode(prompt.text, self._tokenizer).tolist(), prompt.category) for prompt in prompts]
-        unique = {tuple(ids): category for ids, category in encoded if len(ids) <= longest - MIN_ANSWER}
-        self._prompts = [([*ids], category) for ids, category in unique.items()]
+        self._prompts = encoded(prompts, self._tokenizer, longest)
         self._held_out = held_out(self._prompts)
         self._prompt_order = self._shuffled_indices()
-        if prompts and len(self._prompts) < beginnings.MIN_PROMPTS:
-            raise ConvertError(
-                f"only {len(self._prompts)} prompts have at most {longest - MIN_ANSWER} tokens; give shorter ones, or "
-                "a greater --length",
-                2,
-            )
 
     def write(self, seconds_left: Callable[[], float], max_tokens: int, progress: Callable[[], None]) -> None:
         """Write until the time is up or there are `max_tokens`, but at least a few texts. Calls `progress` often.
@@ -128,7 +120,7 @@ class Writer:
         if not part.tokens or len(prompt) > self._longest - MIN_ANSWER:
             self._too_long += bool(part.tokens)
             return None
-        return self._answer(prompt, "", held_out=_is_held_out(prompt))
+        return self._answer(prompt, "", held_out=is_held_out(prompt))
 
     def _answer(self, prompt: list[int], category: str, held_out: bool) -> Part:
         temperature = float(self._random.choice(TEMPERATURES))
@@ -151,17 +143,32 @@ class Writer:
             self._file.add(Text(part.prompt, part.tokens, part.temperature, part.held_out, part.category))
 
 
+def encoded(prompts: list[Prompt], tokenizer: openvino_genai.Tokenizer, longest: int) -> list[tuple[list[int], str]]:
+    """The token ids of the different prompts that leave room for an answer in a text of `longest` tokens, with their
+    categories. Raises ConvertError if they are too few."""
+    pairs = [(encode(prompt.text, tokenizer).tolist(), prompt.category) for prompt in prompts]
+    unique = {tuple(ids): category for ids, category in pairs if len(ids) <= longest - MIN_ANSWER}
+    if prompts and len(unique) < beginnings.MIN_PROMPTS:
+        raise ConvertError(
+            f"only {len(unique)} prompts have at most {longest - MIN_ANSWER} tokens; give shorter ones, or a greater "
+            "--length",
+            2,
+        )
+    return [([*ids], category) for ids, category in unique.items()]
+
+
 def held_out(prompts: list[tuple[list[int], str]]) -> set[int]:
     """The places of the prompts that are held out, at most a third: one in `HELD_OUT`, the same ones in every set of
     prompts, and the first of each category, which differs between sets if one lacks it."""
     by_number = sorted(range(len(prompts)), key=lambda index: _number(prompts[index][0]))
-    chosen = [index for index in by_number if _is_held_out(prompts[index][0])]
+    chosen = [index for index in by_number if is_held_out(prompts[index][0])]
     chosen += {prompts[index][1]: index for index in reversed(by_number)}.values()
     chosen += by_number[:2]
     return {*[*dict.fromkeys(chosen)][: len(prompts) // 3]}
 
 
-def _is_held_out(prompt: list[int]) -> bool:
+def is_held_out(prompt: list[int]) -> bool:
+    """Whether a prompt is one in HELD_OUT, the same ones in every run."""
     return _number(prompt) % HELD_OUT == 0
 
 

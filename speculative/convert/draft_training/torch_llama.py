@@ -1,0 +1,60 @@
+"""The main model in torch: transformers' Llama with the weights of the IR."""
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from speculative.convert.draft_training import llama_weights
+from speculative.convert.draft_training.main_llama import MainLlama
+
+CHECKED_TOKENS = 24  # tokens by which the weights that were read are checked
+TOLERANCE = 0.02  # of the size of what a layer adds, and of the logits
+
+
+def build(llama: MainLlama, layers: list[int]) -> LlamaForCausalLM:
+    """The main model with some of its layers."""
+    main = llama.main
+    output = main.output_layer(np.arange(main.vocabulary))
+    if output is None:
+        raise ValueError("its graph ends in another way")
+    embeddings = main.embeddings()
+    is_tied = np.array_equal(output.rows.astype(np.float16), embeddings)
+    weights = {"model.embed_tokens.weight": output.rows if is_tied else embeddings.astype(np.float32)}
+    weights |= {"lm_head.weight": output.rows, "model.norm.weight": output.norm}
+    for index, layer in enumerate(layers):
+        read = llama_weights.read_layer(llama.layers[layer])
+        weights |= {f"model.layers.{index}.{name}": values for name, values in read.items()}
+    model = empty(llama, len(layers), is_tied)
+    model.load_state_dict({name: torch.from_numpy(np.array(values)) for name, values in weights.items()})
+    return model
+
+
+def empty(llama: MainLlama, layers: int, is_tied: bool) -> LlamaForCausalLM:
+    """A model of the same sizes, with `layers` layers and random weights."""
+    config = LlamaConfig(**llama.config(), num_hidden_layers=layers, tie_word_embeddings=is_tied)
+    return LlamaForCausalLM(config).float()
+
+
+@torch.no_grad()
+def difference(llama: MainLlama) -> str:
+    """What the main model computes otherwise than a Llama with its weights, in its first or last layer or after it; ""
+    if all is the same."""
+    last = len(llama.layers) - 1
+    try:
+        model = build(llama, [0, last])
+    except (ValueError, RuntimeError):
+        return "its matrices have other sizes"
+    tokens = np.linspace(0, llama.main.vocabulary - 1, CHECKED_TOKENS).astype(np.int64)
+    compute = llama.hidden_states(EXECUTION_MODE_HINT="ACCURACY")
+    *states, logits = (torch.from_numpy(computed)[None].float() for computed in compute(tokens))
+    angles = model.model.rotary_emb(states[0], torch.arange(CHECKED_TOKENS)[None])
+    pairs = {"logits": (model.lm_head(model.model.norm(states[-1])), logits)}
+    for index, layer in enumerate((0, last)):
+        computed = model.model.layers[index](states[layer], position_embeddings=angles)
+        pairs[f"layer {layer}"] = (computed - states[layer], states[layer + 1] - states[layer])
+    differing = [
+        name
+        for name, (computed, expected) in pairs.items()
+        if (computed - expected).norm() > TOLERANCE * expected.norm()
+    ]
+    return f"it computes other {differing[0]}" if differing else ""
