@@ -228,11 +228,13 @@ def test_summary_has_one_number_and_range_per_row(genai, native):
         "benchmark-pair": {"result": {"rows": rows}, "machine": MACHINE, "commit": "abc"},
         "server-benchmark-pair": {"result": {"rows": load}, "machine": MACHINE, "commit": "abc"},
     }
-    cells = [line.split("|")[2].strip() for line in gains_table.summary(kept).splitlines()[2:7]]
-    assert cells == [
+    lines = gains_table.summary(kept).splitlines()
+    assert [line.split("|")[2].strip() for line in lines[2:7]] == [*["not measured"] * 4, ""]
+    assert [line.split("|")[3].strip() for line in lines[2:7]] == [
         *("2.50x (1.00-9.00) at K = 4", "3.00x (1.00-9.00) at K = 8", "2.90x (1.00-9.00)", "2.20x (1.00-9.00)"),
         "2.00x (1.00-2.00)",
     ]
+    assert "Benchmark pair: x, x cores, 2026-11-22, commit abc. OpenVINO GenAI x." in lines[-1]
     assert "Not measured yet" in gains_table.summary({})
 
 

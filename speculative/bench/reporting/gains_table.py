@@ -9,6 +9,7 @@ from speculative.bench.result import (
     BenchmarkResult,
     LoadRow,
     LosslessResult,
+    Machine,
     MethodRow,
     RecordedResult,
     ServingResult,
@@ -42,20 +43,25 @@ def gains(recorded: dict[str, RecordedResult]) -> str:
 
 
 def summary(recorded: dict[str, RecordedResult]) -> str:
-    """The README's Markdown table: five results of the benchmark pair, one number and its range each."""
-    facts = next((recorded[figure] for _, figure, _ in SUMMARY if figure in recorded), None)
-    if not facts:
+    """The README's Markdown table: a column per pair, one number and its range per result."""
+    used = [name for name in SUMMARY_PAIRS if name in recorded]
+    if not used:
         return "Not measured yet at this version: `make figures`. [Earlier figures](docs/figures.md).\n"
-    lines = ["| benchmark pair: 1.1 B int8 main model, 34 M draft | speedup (range) |", "|---|---|"]
-    for words, figure, cell in SUMMARY:
-        lines.append(f"| {words} | {cell(recorded[figure]['result']) if figure in recorded else 'not measured'} |")
-    machine = facts["machine"]
+    lines = [f"| speedup (range) | {' | '.join(SUMMARY_PAIRS.values())} |", f"|---|{'---|' * len(SUMMARY_PAIRS)}"]
+    for words, cell, figures in SUMMARY:
+        cells = [
+            "" if figure is None else cell(recorded[figure]["result"]) if figure in recorded else "not measured"
+            for figure in figures
+        ]
+        lines.append(f"| {words} | {' | '.join(cells)} |")
+    measured = "; ".join(
+        f"{SUMMARY_PAIRS[name].split(' (')[0]}: {_where(recorded[name]['machine'])}, commit {recorded[name]['commit']}"
+        for name in used
+    )
     note = (
-        "Speedup over the main model alone (greedy: in GenAI's pipeline), decode only, median and range, on Python "
-        "code; [other texts gain less](docs/benchmarks.md#all-sources-of-draft-tokens). "
-        f"{machine['cores']} cores of "
-        f"{machine['processor']}, OpenVINO GenAI {machine['openvino_genai']}, {machine['date'][:10]}, commit "
-        f"{facts['commit']}. Measured with [`make figures`](docs/benchmarks.md)."
+        "Speedup over the main model alone (greedy: in GenAI's pipeline), decode only, median and range; [by category "
+        f"of prompt](docs/benchmarks.md#all-sources-of-draft-tokens). {measured}. OpenVINO GenAI "
+        f"{recorded[used[0]]['machine']['openvino_genai']}. Measured with [`make figures`](docs/benchmarks.md)."
     )
     return "\n".join([*lines, "", note]) + "\n"
 
@@ -71,9 +77,7 @@ def overview(recorded: dict[str, RecordedResult]) -> str:
         result, machine = recorded[figure]["result"], recorded[figure]["machine"]
         # without the range of a single round, "1.66x (1.66-1.66)"
         cells = [re.sub(r" \(([\d.]+)-\1\)", "", cell(result)) if cell else "" for cell in (greedy, sampled)]
-        processor = machine["processor"].replace("(R)", "").removesuffix(" Processor")
-        measured = f"{processor}, {machine['cores']} cores, {machine['date'][:10]}"
-        lines.append(f"| {words} | {cells[0]} | {cells[1]} | {measured} | {link} |")
+        lines.append(f"| {words} | {cells[0]} | {cells[1]} | {_where(machine)} | {link} |")
     return "\n".join(lines) + "\n"
 
 
@@ -119,6 +123,12 @@ def by_category(result: BenchmarkResult, sampled: bool) -> str:
     each = [f"{row['block_efficiency']:.2f}" if row["block_efficiency"] else "" for row in methods]
     lines.append(f"| tokens per forward pass | | {' | '.join(each)} |")
     return "\n".join(lines) + "\n"
+
+
+def _where(machine: Machine) -> str:
+    """Processor, cores and day of a measurement."""
+    processor = machine["processor"].replace("(R)", "").removesuffix(" Processor")
+    return f"{processor}, {machine['cores']} cores, {machine['date'][:10]}"
 
 
 def _best_in_bold(speedups: list[float]) -> str:
@@ -235,12 +245,25 @@ ROWS: list[tuple[str, str, Cell]] = [
     ),
 ]
 
-SUMMARY: list[tuple[str, str, Cell]] = [
-    ("greedy, GenAI's pipeline, best K", "benchmark-pair", best_fixed(GENAI, sampled=False)),
-    ("greedy, this project's engine, best K", "benchmark-pair", best_fixed(NATIVE, sampled=False)),
-    ("greedy, this project's engine, adaptive K", "benchmark-pair", named(NATIVE, False, "adaptive")),
-    ("sampled at temperature 1, lossless, this project's engine", "benchmark-pair", named(NATIVE, True, "adaptive")),
-    ("server with 4 clients", "server-benchmark-pair", under_load_of(4)),
+SUMMARY_PAIRS = {
+    "eagle3-smollm2": "SmolLM2-135M-Instruct (EAGLE-3 head; chat prompts)",
+    "benchmark-pair": "Benchmark pair (1.1 B int8 main model, 34 M draft; Python code)",
+}
+# words, cell, and the recorded result for each of these pairs
+SUMMARY: list[tuple[str, Cell, tuple[str | None, str]]] = [
+    ("greedy, GenAI's pipeline, best K", best_fixed(GENAI, sampled=False), ("eagle3-smollm2", "benchmark-pair")),
+    ("greedy, this project's engine, best K", best_fixed(NATIVE, sampled=False), ("eagle3-smollm2", "benchmark-pair")),
+    (
+        "greedy, this project's engine, adaptive K",
+        named(NATIVE, False, "adaptive"),
+        ("eagle3-smollm2", "benchmark-pair"),
+    ),
+    (
+        "sampled at temperature 1, lossless, this project's engine",
+        named(NATIVE, True, "adaptive"),
+        ("eagle3-smollm2", "benchmark-pair"),
+    ),
+    ("server with 4 clients", under_load_of(4), (None, "server-benchmark-pair")),
 ]
 
 # words, recorded result, greedy cell, sampled cell, section of docs/benchmarks.md
