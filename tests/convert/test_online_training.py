@@ -51,11 +51,11 @@ def template(stop=(), after_turn=(5, 6), after_answer=(7, 8, 9), longest_turn=10
     return slots.Template([*stop], [*after_turn], [*after_answer], longest_turn)
 
 
-def complete(texts, count):
+def complete(texts, count, begin):
     """The first `count` texts that are complete."""
     found = []
     while len(found) < count:
-        found += texts.run()
+        found += texts.run(begin)
     return found
 
 
@@ -94,9 +94,14 @@ def test_slots_write_the_greedy_texts_of_the_main_model(main, in_torch):
     """More texts than slots: a slot's later texts do not see its earlier ones."""
     prompts = [[3 + i, *range(20, 21 + i)] for i in range(8)]
     waiting = [slots.Start(prompt, False, 0, 0.0, index) for index, prompt in enumerate(prompts)]
-    texts = slots.Slots(in_torch, 3, LENGTH, template(), lambda: waiting.pop(0) if waiting else waiting_for_nothing())
+    texts = slots.Slots(in_torch, 3, LENGTH, template())
     alone = decoder.load(ModelSpec(main, "CPU", EXACT))
-    found = {text.start.prompt: text for text in complete(texts, len(prompts))}
+    found = {
+        text.start.prompt: text
+        for text in complete(
+            texts, len(prompts), lambda: waiting.pop(0) if waiting else slots.Start([3], False, 0, 0.0)
+        )
+    }
     for index, prompt in enumerate(prompts):
         text = found[index]
         assert text.answer == len(prompt) and text.tokens[: text.answer].tolist() == prompt
@@ -104,16 +109,12 @@ def test_slots_write_the_greedy_texts_of_the_main_model(main, in_torch):
         assert text.tokens[text.answer :].tolist() == alone.generate(prompt, config).tokens
 
 
-def waiting_for_nothing():
-    return slots.Start([3], False, 0, 0.0)
-
-
 def test_slots_draw_from_the_distribution_of_the_main_model(in_torch):
     """The first token of 4,000 answers at temperature 1, without their others."""
     torch.manual_seed(0)
     prompt, draws = [3, 50], 4000
-    texts = slots.Slots(in_torch, draws, 3, template(), lambda: slots.Start(prompt, False, 0, 1.0))
-    counts = np.bincount([text.tokens[2] for text in complete(texts, draws)[:draws]], minlength=in_torch.vocabulary)
+    texts = complete(slots.Slots(in_torch, draws, 3, template()), draws, lambda: slots.Start(prompt, False, 0, 1.0))
+    counts = np.bincount([text.tokens[2] for text in texts[:draws]], minlength=in_torch.vocabulary)
     tokens = torch.tensor([prompt])
     _, ids, probabilities = in_torch.read(tokens, torch.ones(1, 2, dtype=torch.bool), in_torch.vocabulary)
     expected = np.zeros(in_torch.vocabulary)
@@ -127,10 +128,10 @@ def test_slots_draw_from_the_distribution_of_the_main_model(in_torch):
 def test_slots_write_user_turns_and_answers(in_torch, turns):
     """Every token stops, so that each part ends at once; the first token of a turn may not."""
     stop = [token for token in range(in_torch.vocabulary) if token % 3 == 0]
-    texts = slots.Slots(in_torch, 16, LENGTH, template(stop), lambda: slots.Start([4, 10], True, turns, 1.0))
+    texts = slots.Slots(in_torch, 16, LENGTH, template(stop))
     after_turn, after_answer = [5, 6], [7, 8, 9]
     seen = 0
-    for text in complete(texts, 40):
+    for text in complete(texts, 40, lambda: slots.Start([4, 10], True, turns, 1.0)):
         tokens = text.tokens.tolist()
         assert tokens[:2] == [4, 10] and tokens[text.answer - 2 : text.answer] == after_turn
         turn = tokens[2 : text.answer - 2]
@@ -222,5 +223,8 @@ def test_online_is_for_heads_and_llamas(main, kind, tmp_path, capsys, monkeypatc
     shutil.copytree(main, other)
     config = json.loads((main / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"rope_theta": 500.0}))  # not what the graph computes
-    with pytest.raises(ConvertError, match=r"only models of the Llama architecture can \(it computes other layer"):
+    with pytest.raises(
+        ConvertError,
+        match=r"--online is for main models of the Llama architecture, which .* is not \(it computes other",
+    ):
         Eagle3(MainModel(ModelSpec(other, "CPU", EXACT))).put_main_on("cpu")

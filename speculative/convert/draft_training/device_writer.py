@@ -1,7 +1,7 @@
 """Generates the training texts on a torch device, thousands at a time, for online training.
 
-With given prompts, a part of the texts answer one as it is; for others the model continues a prompt's first words, so
-that any number of different prompts of the same kinds come of a few.
+With given prompts, some texts answer one of them. For others the model continues the first words of one, which gives
+any number of prompts of the same kinds.
 """
 
 from collections.abc import Callable
@@ -52,7 +52,7 @@ class DeviceWriter:
         self._has_next_turn = bool(after_answer)
         longest_turn = max(self._opening.longest, longest // 3 if prompts else 0)  # given prompts may be long
         template = Template([*stop_ids], self._opening.suffix, after_answer, longest_turn)
-        self._slots = Slots(main, _slot_count(main, longest), longest, template, self._begin)
+        self._slots = Slots(main, _slot_count(main, longest), longest, template)
 
     def write(self, seconds_left: Callable[[], float], max_tokens: int, progress: Callable[[], None]) -> None:
         """Write until the time is up or there are `max_tokens`, but at least a few texts. Calls `progress` often.
@@ -67,7 +67,7 @@ class DeviceWriter:
                         f"the main model wrote only {len(self._file.texts)} different texts of at least {MIN_ANSWER} "
                         "tokens; give a greater --length, or more prompts, with --prompts"
                     )
-                for written in self._slots.run():
+                for written in self._slots.run(self._begin):
                     self._keep(written)
                 rounds += 1
                 progress()

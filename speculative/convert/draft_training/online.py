@@ -16,7 +16,7 @@ PADDING = 32  # texts are padded to multiples
 TOP = 64  # next tokens that are targets
 
 OnlineText = tuple[np.ndarray, int]
-"""Tokens of a text int64 [n], and the place of its answer's first token: the head is trained on answers alone."""
+"""Tokens of a text int64 [n], and the place of its answer's first token: the head is not trained on the prompt."""
 
 
 class OnlineHeadTraining(HeadTraining):

@@ -45,10 +45,10 @@ class Template(NamedTuple):
 
 
 class Slots:
-    """`count` texts of at most `length` tokens; `begin` gives the start of each new one."""
+    """`count` texts of at most `length` tokens."""
 
-    def __init__(self, main: TorchMain, count: int, length: int, template: Template, begin: Callable[[], Start]):
-        self._length, self._begin, self._template = length, begin, template
+    def __init__(self, main: TorchMain, count: int, length: int, template: Template):
+        self._length, self._template = length, template
         self._cache = SlotCache(main, count, length)
 
         def column(dtype: torch.dtype = torch.long) -> torch.Tensor:
@@ -68,9 +68,10 @@ class Slots:
         self._graph = self._capture() if main.device.startswith("cuda") else None
 
     @torch.no_grad()
-    def run(self) -> Iterator[Written]:
-        """Start new texts in free slots, and go on for some steps; returns the texts that are complete."""
-        yield from self._exchange()
+    def run(self, begin: Callable[[], Start]) -> Iterator[Written]:
+        """Start new texts in free slots, as `begin` says, and go on for some steps; returns the texts that were
+        complete before."""
+        yield from self._exchange(begin)
         for _ in range(STEPS):
             self._graph.replay() if self._graph else self._step()
 
@@ -133,13 +134,13 @@ class Slots:
             self._tokens.scatter_(1, places, torch.where(where[:, None], ids, kept))
             self._known.copy_(torch.where(where, place + len(ids), self._known))
 
-    def _exchange(self) -> Iterator[Written]:
+    def _exchange(self, begin: Callable[[], Start]) -> Iterator[Written]:
         """Replace complete texts by new ones."""
         free = self._done.nonzero()[:, 0].tolist()
         if not free:
             return
         yield from self._written(free)
-        starts = [self._begin() for _ in free]
+        starts = [begin() for _ in free]
         tokens = np.zeros((len(free), self._length), np.int64)
         for row, (index, start) in enumerate(zip(free, starts, strict=True)):
             self._starts[index] = start

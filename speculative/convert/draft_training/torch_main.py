@@ -29,8 +29,8 @@ class TorchMain:
                 raise ValueError(problem)
         except ValueError as error:
             raise ConvertError(
-                f"{main.spec.folder} cannot be trained for with --online, as only models of the Llama architecture can "
-                f"({error}); leave it out",
+                f"--online is for main models of the Llama architecture, which {main.spec.folder} is not ({error}); "
+                "leave it out",
                 2,
             ) from error
         self.device, self.layers = device, layers
