@@ -88,12 +88,12 @@ def options(parsed: argparse.Namespace, arguments: list[str]) -> stages.Options:
         value = getattr(parsed, name)
         if value is not None and value < least:
             raise ConvertError(f"--{name.replace('_', '-')} is {value}, but must be at least {least}", 2)
-    for kind, names in {"eagle3": ("layers", "draft_vocabulary", "init_from"), "pruned": ("keep_layers",)}.items():
+    options_of = {"eagle3": ("layers", "draft_vocabulary", "init_from", "online"), "pruned": ("keep_layers",)}
+    for kind, names in options_of.items():
         for name in names:
-            if getattr(parsed, name) is not None and parsed.kind != kind:
-                raise ConvertError(f"--{name.replace('_', '-')} is for --kind {kind}; leave it out", 2)
-    if parsed.online and parsed.kind != "eagle3":
-        raise ConvertError(f"--online is for --kind eagle3, not {parsed.kind}; leave it out", 2)
+            if getattr(parsed, name) and parsed.kind != kind:
+                option = f"--{name.replace('_', '-')}"
+                raise ConvertError(f"{option} is for --kind {kind}, not {parsed.kind}; leave it out", 2)
     if parsed.layers is not None and parsed.init_from:
         raise ConvertError("--layers is that of the head of --init-from; leave it out", 2)
     require_torch(parsed.device)

@@ -249,20 +249,13 @@ SUMMARY_PAIRS = {
     "eagle3-smollm2": "SmolLM2-135M-Instruct (EAGLE-3 head; chat prompts)",
     "benchmark-pair": "Benchmark pair (1.1 B int8 main model, 34 M draft; Python code)",
 }
+BOTH = tuple(SUMMARY_PAIRS)
 # words, cell, and the recorded result for each of these pairs
-SUMMARY: list[tuple[str, Cell, tuple[str | None, str]]] = [
-    ("greedy, GenAI's pipeline, best K", best_fixed(GENAI, sampled=False), ("eagle3-smollm2", "benchmark-pair")),
-    ("greedy, this project's engine, best K", best_fixed(NATIVE, sampled=False), ("eagle3-smollm2", "benchmark-pair")),
-    (
-        "greedy, this project's engine, adaptive K",
-        named(NATIVE, False, "adaptive"),
-        ("eagle3-smollm2", "benchmark-pair"),
-    ),
-    (
-        "sampled at temperature 1, lossless, this project's engine",
-        named(NATIVE, True, "adaptive"),
-        ("eagle3-smollm2", "benchmark-pair"),
-    ),
+SUMMARY: list[tuple[str, Cell, tuple[str | None, ...]]] = [
+    ("greedy, GenAI's pipeline, best K", best_fixed(GENAI, sampled=False), BOTH),
+    ("greedy, this project's engine, best K", best_fixed(NATIVE, sampled=False), BOTH),
+    ("greedy, this project's engine, adaptive K", named(NATIVE, False, "adaptive"), BOTH),
+    ("sampled at temperature 1, lossless, this project's engine", named(NATIVE, True, "adaptive"), BOTH),
     ("server with 4 clients", under_load_of(4), (None, "server-benchmark-pair")),
 ]
 

@@ -41,7 +41,7 @@ class DeviceWriter:
         """Without `prompts` the model writes its own. Raises ConvertError if too few of them are short enough."""
         tokenizer = openvino_genai.Tokenizer(str(spec.folder))
         self._random = np.random.default_rng()  # new texts, also where an earlier training had the same prompts
-        self._file, self._longest = file, longest
+        self._file = file
         self._opening = beginnings.opening(tokenizer, main.vocabulary, self._random)
         self._prompts = encoded(prompts, tokenizer, longest)
         self._held_out = held_out(self._prompts)

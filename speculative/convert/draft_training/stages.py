@@ -120,7 +120,7 @@ class _Stages:
         self._require_space()
         with self.clock.stage("texts"):
             self._write_texts()
-        if not self.options.online:
+        if not self.kind.online:
             with self.clock.stage("states"):
                 self._read_texts()
         with self.clock.stage("training"):
@@ -129,7 +129,7 @@ class _Stages:
 
     def _require_space(self) -> None:
         missing = max(0, self.options.tokens - sum(self.states.lengths))
-        each = TEXT_BYTES if self.options.online else StateFile.bytes_each(self.kind.states, self.top)
+        each = TEXT_BYTES if self.kind.online else StateFile.bytes_each(self.kind.states, self.top)
         needed = missing * each + self.kind.space
         free = shutil.disk_usage(self.folder.work).free
         if needed > free:
@@ -218,7 +218,7 @@ class _Stages:
 
     def _training_texts(self) -> tuple[list[Any], list[Any]]:
         """Texts to train on, and held-out ones."""
-        if not self.options.online:
+        if not self.kind.online:
             return self.states.texts(), self.held_out_states.texts()
         return (
             [(text.tokens, len(text.prompt)) for text in self.texts.training],
@@ -261,8 +261,8 @@ class _Stages:
             "command": self.options.command,
             "draft": {**self.kind.record(training), "parameters": training.parameters},
             "data": {
-                "texts": len(self.texts.training) if self.options.online else len(self.states),
-                "tokens": self.texts.token_count if self.options.online else sum(self.states.lengths),
+                "texts": len(self.texts.training) if self.kind.online else len(self.states),
+                "tokens": self.texts.token_count if self.kind.online else sum(self.states.lengths),
                 "held_out_texts": len(self.texts.held_out),
                 "prompts": self.options.prompts.name if self.options.prompts else None,
             },
