@@ -193,7 +193,7 @@ def test_online_batch_trains_on_answers_alone(kind, in_torch, tmp_path):
 def made(main, tmp_path_factory):
     out = tmp_path_factory.mktemp("made") / "draft"
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"BATCH": 256, "MIN_STEPS": 120}.items():
+        for name, value in {"BATCH": 256, "MIN_STEPS": 500}.items():
             patch.setattr(f"{TRAINING}.{name}", value)
         patch.setattr(Clock, "verdict_seconds", 1.0)
         assert run(main, out, *SHORT, "--online") == 0
