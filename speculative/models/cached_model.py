@@ -82,6 +82,7 @@ class CachedModel:
         self._length = 0  # of these
         self._computed = 0  # of these, the leading ones whose entries are in place; all but an accepted leaf
         self._leaf_states = np.zeros((0, 0), np.float32)  # hidden states of the last run's leaves
+        self.version = 0  # increases with each change to the cache
         self.vocab_size = self.backend.run(0, np.zeros(1, np.int64), 1).shape[1]
         self.hidden_states: np.ndarray | None = None  # float32 [capacity, size] of the tokens in the cache
         if backend.hidden_states is not None:
@@ -109,6 +110,7 @@ class CachedModel:
             )
         recomputed = self._length - self._computed  # an accepted leaf
         start = min(self.common_prefix(tokens), self._computed, n - last)
+        self.version += 1
         self._length = self._computed = start  # if a run fails, nothing after `start` counts as cached
         try:
             while n - start > self.backend.chunk + last:
@@ -125,6 +127,7 @@ class CachedModel:
         cache entry again, but its hidden state is known."""
         if self.hidden_states is not None:
             self.hidden_states[position] = self._leaf_states[leaf]
+        self.version += 1
         self._tokens[position] = token
         self._length, self._computed = position + 1, position
 
@@ -137,6 +140,7 @@ class CachedModel:
 
     def reset(self) -> None:
         """Clear the cache."""
+        self.version += 1
         self._length = self._computed = 0
         if self.pass_width:
             self.pass_width.reset()

@@ -41,6 +41,11 @@ class Entries:
         verified = [(start, num_known)] if first_own == num_known and start < num_known else []
         return [*verified, *((entry, entry + 1) for entry in range(first_own, n))]
 
+    def lack_only_last(self, tokens: np.ndarray) -> bool:
+        """Whether the cache has all entries for `tokens` but the last one, and no others."""
+        n = len(tokens) - 1
+        return self._length == n - 1 and self._tokens[:n].tobytes() == tokens[:n].tobytes()  # sooner than by ufuncs
+
     def cut(self, start: int) -> None:
         """Count nothing from entry `start` on as cached."""
         self._length = start
@@ -82,9 +87,9 @@ class EagleHead:
         self._main = main
         self._states = main.hidden_states
         self._logits = np.zeros((1, len(targets)), np.float32)
-        self._padded_tokens = np.zeros(MIN_PASS, np.int64)
-        self._padded_states = np.zeros((MIN_PASS, self._states.shape[1]), np.float32)
         self._entries = Entries(self.capacity)
+        self._num_known = 0  # leading tokens of the last call that the main model had computed
+        self._main_version = -1  # the main model's, then
 
     def logits(self, tokens: np.ndarray) -> np.ndarray:
         """Logits float32 [1, draft vocabulary] of the `targets` after `tokens` (int64 [2 or more], the whole sequence).
@@ -93,15 +98,19 @@ class EagleHead:
         The array is a view that the next call overwrites. Raises ValueError if `tokens` is longer than `capacity`, or
         the main model has not computed their first token.
         """
-        num_known = min(self._main.common_prefix(tokens), len(tokens) - 1)
-        if len(tokens) > self.capacity or not num_known:
+        if self._extend_last_call(tokens):
+            self._run(tokens, len(tokens) - 2, len(tokens) - 1)
+            return self._logits
+        self._num_known = self._main.common_prefix(tokens)
+        if len(tokens) > self.capacity or not self._num_known:
             raise ValueError(
                 f"an EAGLE-3 draft cannot continue {len(tokens)} tokens: its cache fits {self.capacity}, and the main "
-                f"model has computed {num_known}"
+                f"model has computed {self._num_known}"
             )
-        for start, end in self._entries.missing(tokens, num_known):
+        for start, end in self._entries.missing(tokens, min(self._num_known, len(tokens) - 1)):
             for begin in range(start, end, self.backend.chunk):
-                self._run(tokens, begin, min(begin + self.backend.chunk, end), num_known)
+                self._run(tokens, begin, min(begin + self.backend.chunk, end))
+        self._main_version = self._main.version
         return self._logits
 
     def reset(self) -> None:
@@ -112,22 +121,27 @@ class EagleHead:
         """Clear the cache and its memory, see `CachedModel.clear`."""
         self.reset()
         self.backend.clear()
-        self._padded_tokens[:], self._padded_states[:] = 0, 0
 
-    def _run(self, tokens: np.ndarray, start: int, end: int, num_known: int) -> None:
+    def _extend_last_call(self, tokens: np.ndarray) -> bool:
+        """Whether `tokens` are those of the last call and one more, with the main model's cache as it was: each draft
+        token but the first. Then the main model's tokens need not be compared again."""
+        return (
+            self._main_version == self._main.version
+            and self._num_known < len(tokens) - 1 < self.capacity
+            and self._entries.lack_only_last(tokens)
+        )
+
+    def _run(self, tokens: np.ndarray, start: int, end: int) -> None:
         """Compute the entries from `start` to `end`, dropping everything from `start` on."""
         self._entries.cut(start)
-        states = self._states[start:end] if end <= num_known else self._entries.hidden
-        inputs, n = tokens[start + 1 : end + 1], end - start
-        padding = MIN_PASS - n if n < MIN_PASS <= self.capacity - start else 0
-        if padding:  # later passes overwrite it
-            self._padded_tokens[:n], self._padded_states[:n] = inputs, states
-            inputs, states = self._padded_tokens, self._padded_states
-        logits = self.backend.run(start, inputs, 1, states, padding=padding)
-        self._logits[0] = logits[0, self.order]
+        verified, n = end <= self._num_known, end - start
+        states = self._states[start:end] if verified else self._entries.hidden
+        padding = MIN_PASS - n if n < MIN_PASS <= self.capacity - start else 0  # later passes overwrite it
+        logits = self.backend.run(start, tokens[start + 1 : end + 1], 1, states, padding=padding)
+        self._logits = logits[:, self.order]
         own_states = self.backend.hidden_states
         assert own_states is not None
-        self._entries.commit(tokens, start, end, own_states[n - 1 : n], verified=end <= num_known)
+        self._entries.commit(tokens, start, end, own_states[n - 1 : n], verified=verified)
 
 
 def has_paged_attention(device: str) -> bool:

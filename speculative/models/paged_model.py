@@ -54,6 +54,14 @@ class PagedModel:
         self.blocks = -(-capacity // self.block_size)
         outputs = [port.any_name for port in compiled.outputs]
         self._hidden_output = outputs.index(HIDDEN_STATE) if HIDDEN_STATE in outputs else None
+        # a GPU writes faster to the memory that its plugin allocates
+        self._shares_outputs = on_cpu and all(port.partial_shape[-1].is_static for port in compiled.outputs)
+        if self._shares_outputs:
+            self._outputs = [  # shared memory, [0, size] before the first run
+                np.empty((0, port.partial_shape[-1].get_length()), port.element_type.to_dtype())
+                for port in compiled.outputs
+            ]
+            self._output_views = list(self._outputs)  # of it, what the last run wrote
         self._padding_block = np.array([self.blocks], np.int32)  # an extra block for padding
         self.cache_bytes = 0
         self._caches: list[np.ndarray] = []  # bytes by block, of each layer's keys and values
@@ -75,7 +83,7 @@ class PagedModel:
         self._attend_to_all()
         self._all_blocks = np.arange(self.blocks, dtype=np.int32)
         self._batch_inputs: dict[str, np.ndarray] = {}  # the inputs of the last run, if it was `run_together`
-        self._shape: tuple[int, int, int] | None = None  # tokens, last, blocks of the last run, if it was `run`
+        self._shape: tuple[int, int, int, int] | None = None  # tokens, last, padding, blocks of the last `run`
 
     def _zeros(self, shape: ov.Shape, element_type: ov.Type) -> np.ndarray:
         """Memory for a layer's cache, aligned to cache lines as OpenVINO's own. Its pages are not allocated yet."""
@@ -91,15 +99,13 @@ class PagedModel:
         for cache in self._caches:
             cache[: self._used] = 0
         self._used = 0
+        self._shape = None  # forgets the last padding
 
     @property
     def hidden_states(self) -> np.ndarray | None:
         """The last run's hidden states float32 [tokens, size], as a view that the next run overwrites; None if the
         model does not return them (see eagle3_graph.py)."""
-        if self._hidden_output is None:
-            return None
-        states = self._request.get_output_tensor(self._hidden_output).data
-        return states.reshape(-1, states.shape[-1])
+        return None if self._hidden_output is None else self._output(self._hidden_output)
 
     def run(
         self,
@@ -114,32 +120,32 @@ class PagedModel:
 
         `hidden_states` float32 [n, size] are an EAGLE-3 head's other input, by default zeros. The last tokens may be
         leaves of a tree, which follow their `parents`, places in `tokens`, and are seen by no other token; their cache
-        entries must be overwritten by the next run, like those of the last `padding` tokens, whose logits nobody needs.
-        Returns logits float32 [last, V] after each of the last `last` other tokens, as a view that the next run
+        entries must be overwritten by the next run, like those of `padding` more tokens, which may be any. Leaves and
+        `padding` exclude each other.
+        Returns logits float32 [last, V] after each of the last `last` of `tokens`, as a view that the next run
         overwrites.
         """
-        n = len(tokens)
+        given = len(tokens)
+        n = given + padding
         end = start + n
         blocks = -(-end // self.block_size)
         self._used = max(self._used, blocks)
-        self._set_shapes(n, last, blocks)
-        self._logits_positions[:] = np.arange(n - padding - last, n - padding)
-        self._ids[:] = tokens
-        self._positions[:] = np.arange(start, end)
+        if self._shape != (n, last, padding, blocks):
+            self._set_shapes(n, last, padding, blocks)
+        self._ids[:given] = tokens
+        np.add(self._offsets, start, out=self._positions)
         if parents:
             self._positions[n - len(parents) :] = start + np.array(parents) + 1
             self._attend_to_parents(n, parents)
         elif self._has_leaves:
             self._attend_to_all()
         self._past[0] = start
-        self._span[1] = n
-        self._block_span[1] = blocks
         self._longest[()] = end
         if self._hidden_size:
-            self._hidden[:, 0] = 0 if hidden_states is None else hidden_states
+            self._hidden[:given, 0] = 0 if hidden_states is None else hidden_states
         self._request.start_async()
         self._request.wait()
-        return self._request.get_output_tensor(0).data.reshape(last, -1)
+        return self._output(0)
 
     def run_together(
         self, runs: Sequence[SequenceInput], hidden_states: np.ndarray | None = None, width: int = 0
@@ -182,10 +188,10 @@ class PagedModel:
         self._set_batch_input("block_indices_begins", _from_zero(np.cumsum([len(ids) for ids in blocks])))
         self._set_batch_input("logits_positions", np.concatenate(logit_positions))
         self._longest[()] = (past + counts).max()
+        self._set_outputs(ends[-1], rounded_up(rows))
         self._request.start_async()
         self._request.wait()
-        logits = self._request.get_output_tensor(0).data
-        return logits.reshape(-1, logits.shape[-1])[:rows]
+        return self._output(0)[:rows]
 
     def _attend_to_parents(self, n: int, parents: Sequence[int]) -> None:
         """Let each leaf, the last of n tokens, attend only to its parent, what that attends to, and itself."""
@@ -217,24 +223,52 @@ class PagedModel:
         else:
             self._batch_inputs[name] = self._set_shared_input(name, values)
 
-    def _set_shapes(self, n: int, last: int, blocks: int) -> None:
-        """Allocate the inputs whose shape differs from the last run's."""
+    def _set_outputs(self, n: int, rows: int) -> None:
+        """Let the next run write the logits of `rows` tokens, and hidden states of n, to shared memory: to ask OpenVINO
+        for the outputs after each run takes longer than a draft step's other work."""
+        if self._shares_outputs:
+            self._set_shared_output(0, rows)
+            if self._hidden_output is not None:
+                self._set_shared_output(self._hidden_output, n)
+
+    def _set_shared_output(self, index: int, rows: int) -> None:
+        if len(self._output_views[index]) == rows:
+            return
+        if len(self._outputs[index]) < rows:
+            self._outputs[index] = np.empty((rows, self._outputs[index].shape[1]), self._outputs[index].dtype)
+        self._output_views[index] = view = self._outputs[index][:rows]
+        self._request.set_output_tensor(index, ov.Tensor(view[:, np.newaxis], shared_memory=True))
+
+    def _output(self, index: int) -> np.ndarray:
+        """An output of the last run, [rows, size], as a view that the next run overwrites."""
+        if self._shares_outputs:
+            return self._output_views[index]
+        data = self._request.get_output_tensor(index).data
+        return data.reshape(-1, data.shape[-1])
+
+    def _set_shapes(self, n: int, last: int, padding: int, blocks: int) -> None:
+        """Allocate the inputs whose shape differs from the last run's, and set those that depend on shapes only."""
         if self._shape is None:
             self._batch_inputs.clear()
             self._past = self._set_shared_input("past_lens", np.zeros(1, np.int32))
             self._span = self._set_shared_input("subsequence_begins", np.zeros(2, np.int32))
             self._block_span = self._set_shared_input("block_indices_begins", np.zeros(2, np.int32))
-        was_n, was_last, was_blocks = self._shape or (0, 0, 0)
+        was_n, was_last, _, was_blocks = self._shape or (0, 0, 0, 0)
         if n != was_n:
             self._ids = self._set_shared_input("input_ids", np.zeros(n, np.int64))
             self._positions = self._set_shared_input("position_ids", np.zeros(n, np.int64))
+            self._offsets = np.arange(n)
             if self._hidden_size:
                 self._hidden = self._set_shared_input("hidden_states", np.zeros((n, 1, self._hidden_size), np.float32))
         if last != was_last:
             self._logits_positions = self._set_shared_input("logits_positions", np.zeros(last, np.int64))
         if blocks != was_blocks:
             self._set_shared_input("block_indices", self._all_blocks[:blocks])
-        self._shape = n, last, blocks
+        if (n, last) != (was_n, was_last):
+            self._set_outputs(n, last)
+        self._logits_positions[:] = np.arange(n - padding - last, n - padding)
+        self._span[1], self._block_span[1] = n, blocks
+        self._shape = n, last, padding, blocks
 
 
 def _counts_cache_entries(model: ov.Model) -> bool:

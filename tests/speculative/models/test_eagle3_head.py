@@ -362,6 +362,10 @@ def own_embeddings(patch):
     patch.setattr(eagle3_graph, "_share_weights", lambda *_: None)
 
 
+def main_model_run_not_noticed(patch):
+    patch.setattr(EagleHead, "_extend_last_call", lambda self, tokens: self._entries.lack_only_last(tokens))
+
+
 def tokens_not_shifted(patch):
     run = EagleHead._run
     patch.setattr(EagleHead, "_run", lambda self, tokens, *rest: run(self, np.roll(tokens, 1), *rest))
@@ -378,6 +382,7 @@ def tokens_not_shifted(patch):
         hidden_state_of_the_rejected_token,
         wrong_tap,
         own_embeddings,
+        main_model_run_not_noticed,
         tokens_not_shifted,
     ],
 )
