@@ -53,8 +53,10 @@ class DraftModelProposer:
         """`tokens` (int64 [n]) as the draft reads them; None if they do not fit its context and its vocabulary, which
         may be smaller than the main model's."""
         ids = self.retokenizer.ids(tokens) if self.retokenizer else tokens
-        fits = ids is not None and len(ids) <= self.model.capacity and int(ids.max()) < self.model.vocab_size
-        return ids if fits else None
+        if ids is None or len(ids) > self.model.capacity:
+            return None
+        reads_all = self.model.vocab_size >= self._vocab_size and not self.retokenizer
+        return ids if reads_all or int(ids.max()) < self.model.vocab_size else None
 
     def final_ids(self, tokens: np.ndarray) -> np.ndarray:
         """The `draft_ids` of verified `tokens` that later ones do not change."""
@@ -72,13 +74,15 @@ class DraftModelProposer:
         token = draw(q, random)
         if self.retokenizer:
             self.retokenizer.draft(token)
-        index = token if targets is None else int(targets.searchsorted(token))
+
+        def index() -> int:
+            return token if targets is None else int(targets.searchsorted(token))
 
         def alternatives(n: int) -> list[int]:
-            indices = top_tokens(logits, n, without=index)
+            indices = top_tokens(logits, n, without=index())
             return indices if targets is None else targets[indices].tolist()
 
-        return Proposal(token, q, lambda: softmax_at(logits, index), alternatives)
+        return Proposal(token, q, lambda: softmax_at(logits, index()), alternatives)
 
     def reset(self) -> None:
         if not isinstance(self.model, Slot):  # a slot belongs to one sequence

@@ -17,6 +17,8 @@ of GenAI 2026.4.1 (tests/speculative/sampling/test_distribution.py). They apply 
 Main and draft use the same transform, so speculative decoding is lossless for the transformed main model.
 """
 
+from math import isfinite
+
 import numpy as np
 
 from speculative.sampling.grammar import NothingAllowed
@@ -35,6 +37,13 @@ class Distribution:
         self._stop_token_ids = sorted(params.all_stop_token_ids)
         stop = params.stop_token_ids
         self.grammar = params.grammar.state(stop, params.all_stop_token_ids) if params.grammar else None
+        self._may_need_processing = bool(
+            params.min_new_tokens
+            or params.presence_penalty
+            or params.frequency_penalty
+            or params.repetition_penalty != 1
+            or params.logit_bias
+        )
 
     def __call__(
         self,
@@ -52,7 +61,7 @@ class Distribution:
         text, all are allowed.
         """
         params = self._params
-        needs_processing = self._needs_processing(generated)
+        needs_processing = self._may_need_processing and self._needs_processing(generated)
         if targets is not None and (self.grammar or needs_processing):
             logits, targets = _scatter(logits, targets, size, -np.inf), None
         if needs_processing:
@@ -67,7 +76,7 @@ class Distribution:
         best = int(logits.argmax()) if len(logits) else 0
         if mask and (not len(logits) or logits[best] == -np.inf):
             raise NothingAllowed("no token of the model can continue the text as the grammar demands")
-        if not np.isfinite(logits[best]):  # argmax returns the first NaN, if any
+        if not isfinite(logits[best]):  # argmax returns the first NaN, if any
             raise ValueError(
                 f"the model's highest logit is {logits[best]}: run it with INFERENCE_PRECISION_HINT=f32, or check it"
             )
@@ -85,7 +94,7 @@ class Distribution:
             weights *= weights >= params.min_p
         if params.top_p < 1:
             weights *= nucleus(weights, params.top_p * total)
-        weights /= weights.sum()
+        weights /= weights.sum() if params.min_p > 0 or params.top_p < 1 else total
         if targets is not None:
             order = slice(None) if isinstance(top, slice) else top.argsort()
             return Sparse(targets[top][order], weights[order], size)

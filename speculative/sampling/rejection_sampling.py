@@ -17,7 +17,10 @@ The output has exactly the distribution p, regardless of q (Leviathan et al., ap
 There are no models, timings, counters or prints in this module.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -92,18 +95,23 @@ def draw(probabilities: Probabilities, random: np.random.Generator) -> int:
         return probabilities.token
     if isinstance(probabilities, Sparse):
         return int(probabilities.tokens[draw(probabilities.probabilities, random)])
-    blocks = np.add.reduceat(probabilities, np.arange(0, len(probabilities), BLOCK)).cumsum(dtype=np.float64)
-    if not blocks[-1] > 0:
-        raise ValueError(f"cannot sample a token from probabilities that sum to {blocks[-1]}")
-    position = random.random() * blocks[-1]
-    block = int(blocks.searchsorted(position, side="right"))
-    before = blocks[block - 1] if block else 0.0
+    sums = np.add.reduceat(probabilities, _block_starts(len(probabilities))).tolist()
+    ends = list(accumulate(sums))
+    if not ends[-1] > 0:
+        raise ValueError(f"cannot sample a token from probabilities that sum to {ends[-1]}")
+    position = random.random() * ends[-1]
+    block = bisect_right(ends, position)
+    before = ends[block - 1] if block else 0.0
     cumulative = probabilities[block * BLOCK : (block + 1) * BLOCK].cumsum(dtype=np.float64)
-    # A float32 block sum may exceed the sum of its tokens: then take the block's last token of probability above 0.
-    token = min(
-        cumulative.searchsorted(position - before, side="right"), cumulative.searchsorted(cumulative[-1], side="left")
-    )
-    return block * BLOCK + int(token)
+    token = int(cumulative.searchsorted(position - before, side="right"))
+    if token == len(cumulative):  # a float32 block sum exceeds the sum of its tokens: take the last one above 0
+        token = int(cumulative.searchsorted(cumulative[-1], side="left"))
+    return block * BLOCK + token
+
+
+@cache
+def _block_starts(size: int) -> np.ndarray:
+    return np.arange(0, size, BLOCK)
 
 
 def residual(p: Probabilities, q: Probabilities) -> Probabilities:
