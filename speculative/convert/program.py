@@ -43,4 +43,6 @@ def _sentence(error: Exception, out: Path) -> str:
         return str(error)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return f"the disk of {out} is full; free space and run the same command again"
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, which takes seconds to import
+        return "the memory of --device is too small; free some, or give a smaller --length or --draft-vocabulary"
     return f"{type(error).__name__}: {engine_lines(error)[0]}; --debug shows where"

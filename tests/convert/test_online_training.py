@@ -47,8 +47,9 @@ def in_torch(kind):
     return torch_main.TorchMain(kind.main, kind.layers, "cpu")
 
 
-def template(stop=(), after_turn=(5, 6), after_answer=(7, 8, 9), longest_turn=10):
-    return slots.Template([*stop], [*after_turn], [*after_answer], longest_turn)
+def template(stop=(), turn_stop=None, after_turn=(5, 6), after_answer=(7, 8, 9), longest_turn=10):
+    turn_stop = stop if turn_stop is None else turn_stop
+    return slots.Template([*stop], [*turn_stop], [*after_turn], [*after_answer], longest_turn)
 
 
 def complete(texts, count, begin):
@@ -147,6 +148,16 @@ def test_slots_write_user_turns_and_answers(in_torch, turns):
     assert seen > 10
 
 
+def test_tokens_that_end_user_turns_do_not_end_answers(in_torch):
+    """Such as a newline, with which the text after a user turn begins in some chat templates."""
+    turn_stop = [token for token in range(in_torch.vocabulary) if token % 3 == 0]
+    texts = slots.Slots(in_torch, 16, LENGTH, template((), turn_stop))
+    found = complete(texts, 20, lambda: slots.Start([4, 10], True, 1, 1.0))
+    assert all(len(text.tokens) == LENGTH for text in found)
+    assert any({*text.tokens[text.answer :].tolist()} & {*turn_stop} for text in found)
+    assert not any({*text.tokens[2 : text.answer - 2].tolist()} & {*turn_stop} for text in found)
+
+
 # --- texts and batches ---
 
 
@@ -173,6 +184,27 @@ def test_texts_answer_given_prompts_and_beginnings_of_them(in_torch, prompts, tm
     continued = [prompt for prompt, _ in decoded if prompt.startswith("def\nopen the") and prompt not in given]
     assert len({*continued}) > 3
     assert max(len(text.tokens) for text in file.texts) <= 96
+
+
+def test_texts_continue_first_words_without_a_chat_template(in_torch, prompts, tmp_path):
+    """The token before the model's own texts is none of the prompts'."""
+    main = save_tiny_main(tmp_path / "main", chat_template=None)
+    tokenizer = openvino_genai.Tokenizer(str(main))
+    file = TextFile(tmp_path / "texts.jsonl")
+    writer = device_writer.DeviceWriter(ModelSpec(main, "CPU", {}), in_torch, 96, prompts, file)
+    assert tokenizer.encode(prompts[0].text).input_ids.data[0].tolist()[:1] != writer._opening.prefix
+    writer.write(lambda: 1.0, 6_000, lambda: None)
+    given = {prompt.text for prompt in prompts}
+    written = {tokenizer.decode(text.prompt) for text in file.texts}
+    assert sum(prompt.startswith("open the") and prompt not in given for prompt in written) > 3
+
+
+def test_chat_template_longer_than_a_text_is_an_error(main, in_torch, tmp_path):
+    file = TextFile(tmp_path / "texts.jsonl")
+    with pytest.raises(
+        ConvertError, match=r"the chat template of .* takes \d+ tokens; give a --length well above that"
+    ):
+        device_writer.DeviceWriter(ModelSpec(main, "CPU", {}), in_torch, 9, [], file)
 
 
 def test_online_batch_trains_on_answers_alone(kind, in_torch, tmp_path):
@@ -205,7 +237,9 @@ def test_online_training_makes_a_head(made, main, capsys):
     assert record["training"]["held_out_agreement"][0] > 0.2 and len(record["training"]["held_out_agreement"]) == 4
     assert record["data"]["tokens"] > 1000 and record["verdict"]["greedy"]["acceptance_by_position"][0] > 0.02
     texts = [Text(*json.loads(line)) for line in (made / "work/texts.jsonl").read_text().splitlines()]
-    assert record["data"]["texts"] == sum(not text.held_out for text in texts)
+    trained_on = [text for text in texts if not text.held_out]
+    assert record["data"]["texts"] == len(trained_on)
+    assert record["data"]["tokens"] == sum(len(text.tokens) for text in trained_on)
     assert not (made / "work/states/lengths").stat().st_size
     assert run(main, made, *SHORT, "--online") == 0
     assert "is complete" in capsys.readouterr().out
@@ -214,6 +248,18 @@ def test_online_training_makes_a_head(made, main, capsys):
 def test_other_kind_of_training_in_the_same_folder_is_an_error(made, main, capsys):
     assert run(main, made, *SHORT) == 2
     assert "was begun with another --online" in capsys.readouterr().err
+
+
+def test_full_device_memory_is_reported(main, tmp_path, capsys, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free.")
+
+    monkeypatch.setattr("speculative.convert.draft_training.device_writer.Slots", full)
+    assert run(main, tmp_path / "out", *SHORT, "--online") == 1
+    expected = (
+        "error: the memory of --device is too small; free some, or give a smaller --length or --draft-vocabulary\n"
+    )
+    assert capsys.readouterr().err.endswith(expected)
 
 
 def test_online_is_for_heads_and_llamas(main, kind, tmp_path, capsys, monkeypatch):

@@ -47,11 +47,17 @@ class DeviceWriter:
         self._held_out = held_out(self._prompts)
         self._training = [index for index in range(len(self._prompts)) if index not in self._held_out]
         self._first = iter(sorted(self._held_out))  # the verdict is about these, each once
-        stop_ids = {*stop_ids_of(spec.folder, tokenizer), *self._opening.stop_ids}
+        opening = len(self._opening.lead) + len(self._opening.prefix) + len(self._opening.suffix)
+        if opening + MIN_ANSWER >= longest:
+            raise ConvertError(
+                f"the chat template of {spec.folder} takes {opening} tokens; give a --length well above that", 2
+            )
+        stop = stop_ids_of(spec.folder, tokenizer)
         after_answer = beginnings.next_turn(tokenizer)
         self._has_next_turn = bool(after_answer)
         longest_turn = max(self._opening.longest, longest // 3 if prompts else 0)  # given prompts may be long
-        template = Template([*stop_ids], self._opening.suffix, after_answer, longest_turn)
+        turn_stop = [*stop, *self._opening.stop_ids]
+        template = Template([*stop], turn_stop, self._opening.suffix, after_answer, longest_turn)
         self._slots = Slots(main, _slot_count(main, longest), longest, template)
 
     def write(self, seconds_left: Callable[[], float], max_tokens: int, progress: Callable[[], None]) -> None:
@@ -84,10 +90,10 @@ class DeviceWriter:
         kind = self._random.random()
         if self._training and kind < AS_GIVEN:
             return self._given(int(self._random.choice(self._training)))
-        beginning = [*self._opening.lead, *self._opening.prefix]
+        beginning = self._opening.prefix
         if self._training and kind < AS_GIVEN + CONTINUED:
-            beginning += self._first_words(int(self._random.choice(self._training)))
-        return self._start(beginning, is_turn=True)
+            beginning = self._first_words(int(self._random.choice(self._training)))
+        return self._start([*self._opening.lead, *beginning], is_turn=True)
 
     def _given(self, index: int) -> Start:
         return self._start(self._prompts[index][0], is_turn=False, prompt=index)
@@ -97,13 +103,16 @@ class DeviceWriter:
         return Start(tokens, is_turn, turns, float(self._random.choice(TEMPERATURES)), prompt)
 
     def _first_words(self, index: int) -> list[int]:
-        """The first tokens of a prompt, without those of the chat template."""
+        """The first tokens of a prompt, after those of the chat template, of which the last may be another one: the
+        prompt's first letters can be part of it."""
         ids, opening = self._prompts[index][0], self._opening
-        body = ids[len(opening.prefix) : len(ids) - len(opening.suffix)]
-        if ids[: len(opening.prefix)] != opening.prefix or len(body) < 2:
-            return []
-        most = FEW_WORDS if self._random.random() < FEW_WORDS_SHARE else len(body)
-        return body[: int(self._random.integers(1, min(most, len(body) - 1) + 1))]
+        pairs = enumerate(zip(ids, opening.prefix, strict=False))
+        begin = next((i for i, (token, other) in pairs if token != other), len(opening.prefix))
+        words = len(ids) - len(opening.suffix) - begin
+        if words < 2:
+            return opening.prefix
+        most = FEW_WORDS if self._random.random() < FEW_WORDS_SHARE else words
+        return ids[: begin + int(self._random.integers(1, min(most, words - 1) + 1))]
 
     def _keep(self, written: Written) -> None:
         tokens, start = written.tokens.tolist(), written.start
@@ -119,7 +128,8 @@ class DeviceWriter:
 
 
 def _slot_count(main: TorchMain, longest: int) -> int:
-    if not main.device.startswith("cuda"):
+    kind = main.device.partition(":")[0]
+    if kind not in ("cuda", "xpu"):
         return CPU_SLOTS
-    free, _ = torch.cuda.mem_get_info(main.device)
+    free, _ = (torch.cuda if kind == "cuda" else torch.xpu).mem_get_info(main.device)
     return max(1, min(MOST_SLOTS, int(MEMORY_SHARE * free) // SlotCache.bytes_each(main, longest)))

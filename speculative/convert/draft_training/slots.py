@@ -36,9 +36,10 @@ class Written(NamedTuple):
 
 
 class Template(NamedTuple):
-    """Token ids that end a text, that follow a user turn, and that lead from an answer to the next user turn."""
+    """Token ids that end a text, that end a user turn, that follow one, and that lead from an answer to the next."""
 
     stop: list[int]
+    turn_stop: list[int]
     after_turn: list[int]
     after_answer: list[int]
     longest_turn: int
@@ -60,10 +61,9 @@ class Slots:
         self._is_turn, self._done = column(torch.bool), ~column(torch.bool)
         self._temperature = column(torch.float32)
         self._rows = torch.arange(count, device=main.device)
-        self._stop = torch.tensor(template.stop, device=main.device)
-        self._after_turn, self._after_answer = (
+        self._stop, self._turn_stop, self._after_turn, self._after_answer = (
             torch.tensor(ids, dtype=torch.long, device=main.device)
-            for ids in (template.after_turn, template.after_answer)
+            for ids in (template.stop, template.turn_stop, template.after_turn, template.after_answer)
         )
         self._graph = self._capture() if main.device.startswith("cuda") else None
 
@@ -81,14 +81,15 @@ class Slots:
 
     @torch.no_grad()
     def _capture(self) -> "torch.cuda.CUDAGraph":
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._step()  # of no text: all slots are done
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._step()
+        with torch.cuda.device(self._tokens.device):  # which need not be the first GPU
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self._step()  # of no text: all slots are done
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self._step()
         return graph
 
     def _step(self) -> None:
@@ -99,8 +100,8 @@ class Slots:
         is_new = (place >= self._known) & ~self._done
         token = torch.where(is_new, sampled, self._tokens[self._rows, place])
         self._tokens[self._rows, place] = token
-        stops = is_new & (token[:, None] == self._stop).any(-1)
-        turn_stops, answer_stops = stops & self._is_turn, stops & ~self._is_turn
+        turn_stops = is_new & self._is_turn & (token[:, None] == self._turn_stop).any(-1)
+        answer_stops = is_new & ~self._is_turn & (token[:, None] == self._stop).any(-1)
         is_empty = turn_stops & (place == self._known)
         if not len(self._after_turn):
             is_empty = turn_stops  # a text that ends among its first words

@@ -19,14 +19,21 @@ def build(llama: MainLlama, layers: list[int]) -> LlamaForCausalLM:
         raise ValueError("its graph ends in another way")
     embeddings = main.embeddings()
     is_tied = np.array_equal(output.rows.astype(np.float16), embeddings)
-    weights = {"model.embed_tokens.weight": output.rows if is_tied else embeddings.astype(np.float32)}
-    weights |= {"lm_head.weight": output.rows, "model.norm.weight": output.norm}
-    for index, layer in enumerate(layers):
-        read = llama_weights.read_layer(llama.layers[layer])
-        weights |= {f"model.layers.{index}.{name}": values for name, values in read.items()}
     model = empty(llama, len(layers), is_tied)
-    model.load_state_dict({name: torch.from_numpy(np.array(values)) for name, values in weights.items()})
+    _copy(model.model, {"embed_tokens.weight": embeddings, "norm.weight": output.norm})
+    _copy(model, {"lm_head.weight": output.rows})
+    for index, layer in enumerate(layers):  # one at a time: large models barely fit into the memory
+        _copy(model.model.layers[index], llama_weights.read_layer(llama.layers[layer]))
     return model
+
+
+@torch.no_grad()
+def _copy(module: torch.nn.Module, weights: dict[str, np.ndarray]) -> None:
+    for name, values in weights.items():
+        parameter = module.get_parameter(name)
+        if parameter.shape != values.shape:
+            raise ValueError(f"{name} has the shape {values.shape}, not {tuple(parameter.shape)}")
+        parameter.copy_(torch.from_numpy(np.require(values, requirements="W")))
 
 
 def empty(llama: MainLlama, layers: int, is_tied: bool) -> LlamaForCausalLM:
@@ -42,7 +49,7 @@ def difference(llama: MainLlama) -> str:
     last = len(llama.layers) - 1
     try:
         model = build(llama, [0, last])
-    except (ValueError, RuntimeError):
+    except ValueError:
         return "its matrices have other sizes"
     tokens = np.linspace(0, llama.main.vocabulary - 1, CHECKED_TOKENS).astype(np.int64)
     compute = llama.hidden_states(EXECUTION_MODE_HINT="ACCURACY")
