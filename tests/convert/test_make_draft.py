@@ -22,7 +22,7 @@ from openvino_genai import GenerationConfig
 from convert import make_draft
 from speculative import ModelSpec, decoder, load
 from speculative.convert import program
-from speculative.convert.draft_training import beginnings, eagle3
+from speculative.convert.draft_training import beginnings, eagle3, stages
 from speculative.convert.draft_training.beginnings import Prompt, opening
 from speculative.convert.draft_training.clock import Clock
 from speculative.convert.draft_training.eagle3 import Eagle3, published_layers
@@ -49,6 +49,7 @@ head, pruned_model, torch_llama = (
 TRAINING = "speculative.convert.draft_training.training"
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}
 PRUNED = ["--kind", "pruned"]
+PRUNED_OPTIONS = [*PRUNED, "--keep-layers", "2", "--tokens", "1500", "--length", "64", "--threads", "1"]
 SHORT = ["--minutes", "0.1", "--tokens", "4000", "--length", "64", "--draft-vocabulary", "320", "--threads", "1"]
 
 
@@ -278,8 +279,7 @@ def pruned(main, made, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pruned")
     lines = [json.dumps({"prompt": prompt, "category": category}) for prompt, category in CATEGORY.items()]
     (folder / "prompts.jsonl").write_text("\n".join(lines))
-    options = ["--kind", "pruned", "--keep-layers", "2", "--prompts", folder / "prompts.jsonl", "--compare", made]
-    options += ["--tokens", "1500", "--length", "64", "--threads", "1"]
+    options = [*PRUNED_OPTIONS, "--prompts", folder / "prompts.jsonl", "--compare", made]
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"BATCH": 256, "MIN_STEPS": 5, "SAVE_EVERY": 0.0}.items():
             patch.setattr(f"{TRAINING}.{name}", value)
@@ -422,6 +422,18 @@ def test_verdict_has_categories_and_compares_other_drafts(pruned, made):
             assert [*part[mode]["tokens_per_second"]] == [*ways, "suffix decoding", "main alone"]
     kept = ", ".join(map(str, record["draft"]["kept_layers"]))
     assert f"| layers | {kept} of the main model's 0 to 3" in card and "\n    read (" in card
+
+
+def test_changed_draft_is_compared_again(main, pruned, made, monkeypatch, capsys):
+    options = [main, pruned, *PRUNED_OPTIONS, "--prompts", pruned.parent / "prompts.jsonl", "--compare", made]
+    assert run(*options, "--minutes", "0.01") == 0 and "is complete" in capsys.readouterr().out
+    monkeypatch.setattr(stages, "_weights_hash", lambda folder: f"that of a retrained {folder}")
+
+    def measures(self):
+        raise ConvertError("measures again")
+
+    monkeypatch.setattr(stages._Stages, "_require_space", measures)
+    assert run(*options, "--minutes", "0.01") == 1 and "measures again" in capsys.readouterr().err
 
 
 # --- texts ---

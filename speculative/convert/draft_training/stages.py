@@ -71,6 +71,8 @@ def make(options: Options) -> None:
     prompts = beginnings.read_prompts(options.prompts) if options.prompts else []
     for draft in options.compared:
         verdict.require_draft(main.spec.folder, Path(draft))
+    if options.threads and (options.online or kind.name == Pruned.name):
+        _limit_torch(options.threads)
     if not (options.out / "work/training.pt").exists():
         kind.check()
     if options.online:
@@ -83,6 +85,7 @@ def make(options: Options) -> None:
                 "main model": content_hash(main.spec.folder, skip=options.out),
                 "--kind": kind.name,
                 "--init-from": str(options.init_from) if options.init_from else None,
+                "content of --init-from": _weights_hash(options.init_from) if options.init_from else None,
                 **kind.settings,
                 "--prompts": str(options.prompts) if options.prompts else None,
                 "content of --prompts": beginnings.fingerprint(prompts) if prompts else None,
@@ -112,7 +115,8 @@ class _Stages:
     def run(self) -> None:
         finished = self.options.out / "draft.json"
         record = json.loads(finished.read_text(encoding="utf-8")) if finished.exists() else {}
-        is_compared = record and {*self.options.compared} <= {*record["verdict"]["compared"]}
+        compared = {draft: _weights_hash(Path(draft)) for draft in self.options.compared}
+        is_compared = record and compared.items() <= record["verdict"].get("content of --compare", {}).items()
         if is_compared and not self.clock.remaining("training") and not self.unfinished.exists():
             print("\n".join(verdict.lines(record["verdict"])))
             print(f"{self.options.out} is complete; a larger --minutes continues the training")
@@ -183,9 +187,7 @@ class _Stages:
 
     def _train(self) -> "Training":
         if self.options.threads:
-            import torch
-
-            torch.set_num_threads(self.options.threads)
+            _limit_torch(self.options.threads)
         texts, held_out = self._training_texts()
         training = self.kind.training(self.folder.work / "training.pt", texts, self.options.device)
         remaining = self.clock.remaining("training")
@@ -242,6 +244,7 @@ class _Stages:
             lambda: bar.update(),
         )
         bar.close()
+        judged["content of --compare"] = {draft: _weights_hash(Path(draft)) for draft in self.options.compared}
         record = self._record(training, judged)
         atomic_write(new / "draft.json", json.dumps(record, indent=2))
         atomic_write(new / "README.md", model_card.card(record))
@@ -262,7 +265,9 @@ class _Stages:
             "draft": {**self.kind.record(training), "parameters": training.parameters},
             "data": {
                 "texts": len(self.texts.training) if self.kind.online else len(self.states),
-                "tokens": self.texts.token_count if self.kind.online else sum(self.states.lengths),
+                "tokens": sum(len(text.tokens) for text in self.texts.training)
+                if self.kind.online
+                else sum(self.states.lengths),
                 "held_out_texts": len(self.texts.held_out),
                 "prompts": self.options.prompts.name if self.options.prompts else None,
             },
@@ -278,6 +283,16 @@ class _Stages:
             "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         }
+
+
+def _weights_hash(folder: Path) -> str:
+    return content_hash(folder, only=folder / "openvino_model.bin")
+
+
+def _limit_torch(threads: int) -> None:
+    import torch
+
+    torch.set_num_threads(threads)
 
 
 def _shares(values: list[float]) -> str:
