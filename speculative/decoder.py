@@ -241,6 +241,8 @@ class Decoder:
         policy.has_leaves = self.main.supports_leaves and sequence.supports_leaves
 
     def _steps(self, sequence: Sequence, policy: DraftLengthPolicy) -> Generator[Step, None, None]:
+        if sequence.needs_prompt_logprobs:  # these passes are not padded: the text must not depend on earlier calls
+            self.main.pass_width = None
         while sequence.needs_prompt_logprobs:
             sequence.add_prompt_logprobs(self.main.logits(*sequence.prompt_part))
         self._plan_passes(policy, sequence)
@@ -266,7 +268,9 @@ class Decoder:
             ):
                 policy.observe_declined(step.tokens[-1] == declined)
             if isinstance(policy, CombinedDraftLength) and not forced:
-                policy.observe(step.tokens)
+                policy.observe(
+                    step.tokens[: len(step.tokens) - step.ends_in_leaf]
+                )  # no match was for what follows a leaf
             if policy.tree:
                 policy.tree.observe(step.tokens)
             if not is_prefill and not forced:  # forced tokens say nothing about the source
@@ -300,6 +304,8 @@ class Decoder:
             if decides_by_proposal and not policy.should_draft(drafted, confidence):
                 return proposal.token if proposal else None
             if proposal is None:
+                if not sequence.drafted and not decides_by_proposal and self.main.pass_width:
+                    self.main.pass_width.plan_one()  # not the pass that was planned with draft tokens
                 break
             self._add_draft_token(sequence, policy, proposal)
         return None

@@ -183,21 +183,67 @@ def test_tree_of_the_config_is_a_chain_with_leaves(make):
     assert tree.accepted == [step.accepted - step.ends_in_leaf for step in steps[1:]]  # leaves are no draft tokens
 
 
-def test_passes_keep_their_size_after_an_accepted_leaf(models, make, monkeypatch):
-    """Leaves fill the planned size, less the accepted leaf, which is computed again."""
-    sizes, run = [], models[0].backend.run
+def recorded_sizes(model, monkeypatch):
+    """The sizes in tokens of the model's passes from now on."""
+    sizes, run = [], model.backend.run
 
     def recorded(start, tokens, *more):
         sizes.append(len(tokens))
         return run(start, tokens, *more)
 
-    monkeypatch.setattr(models[0].backend, "run", recorded)
-    monkeypatch.setattr(models[0], "pass_width", None)  # that of other costs
+    monkeypatch.setattr(model.backend, "run", recorded)
+    monkeypatch.setattr(model, "pass_width", None)  # that of other costs
+    return sizes
+
+
+def test_passes_keep_their_size_after_an_accepted_leaf(models, make, monkeypatch):
+    """Leaves fill the planned size, less the accepted leaf, which is computed again."""
+    sizes = recorded_sizes(models[0], monkeypatch)
     costs = Costs(draft=0.75, main={1: 1.0, 6: 1.01, 17: 9.0}, main_change=0.1)
     decoder = make(AdaptiveDraftLength(costs))
     steps = [*decoder.stream(PROMPTS[0], greedy(300, do_sample=True, temperature=0.7), seed=1)]
     accepted = [i for i, step in enumerate(steps[:-1]) if step.ends_in_leaf]
     assert len(accepted) > 2 and set(sizes[accepted[0] :]) == {6}, (accepted, sizes)
+
+
+def test_token_after_a_leaf_says_nothing_about_matches(models, make, monkeypatch):
+    """They were found for what follows the rejected token."""
+    seen, observe = [], CombinedDraftLength.observe
+
+    def recorded(self, tokens):
+        seen.append(len(tokens))
+        observe(self, tokens)
+
+    monkeypatch.setattr(CombinedDraftLength, "observe", recorded)
+    monkeypatch.setattr(models[0], "pass_width", None)
+    costs = Costs(draft=0.75, main={1: 1.0, 6: 1.01, 17: 9.0}, main_change=0.1)
+    decoder = make(CombinedDraftLength(costs), source="two sources")
+    steps = [*decoder.stream(PROMPTS[0], greedy(300, do_sample=True, temperature=0.7), seed=1)]
+    assert any(step.ends_in_leaf for step in steps)
+    assert seen == [len(step.tokens) - step.ends_in_leaf for step in steps]
+
+
+def test_passes_with_prompt_logprobs_do_not_depend_on_earlier_calls(models, make, monkeypatch):
+    sizes = recorded_sizes(models[0], monkeypatch)
+    costs = Costs(draft=0.1, main={1: 1.6, 3: 1.4, 4: 1.4, 6: 1.45, 17: 3.0}, main_change=0.6)
+    decoder = make(AdaptiveDraftLength(costs))
+    calls = []
+    for _ in range(2):
+        sizes.clear()
+        decoder.generate(np.arange(1, 7), greedy(30, do_sample=True), seed=1, prompt_logprobs=1)
+        calls.append([*sizes])
+    assert calls[0] == calls[1] and calls[0][0] == 5
+
+
+def test_passes_without_a_possible_draft_are_not_padded(models, tokenizer, monkeypatch):
+    """Beyond the draft's context."""
+    draft = cached_model.load(ModelSpec(DRAFT, "CPU", EXACT), capacity=24)
+    sizes = recorded_sizes(models[0], monkeypatch)
+    policy = AdaptiveDraftLength(Costs(draft=0.05, main={1: 1.0, 8: 1.05, 17: 1.1}, main_change=2.0))
+    decoder = Decoder(models[0], DraftModelProposer(draft, models[0].vocab_size), policy, tokenizer)
+    steps = [*decoder.stream(np.arange(1, 17), greedy(40))]
+    assert max(sizes[1:5]) > 4 and sum(len(step.tokens) for step in steps) == 40
+    assert {*sizes[-10:]} == {1}, sizes
 
 
 def test_tree_requires_paged_attention_and_no_grammar(models, make, tokenizer):
