@@ -14,6 +14,7 @@ class AcceptanceEstimate:
     DECAY = 0.99  # decay of the statistics per judged draft token
     PRIOR = 4.0  # weight of the prior, in draft tokens
     PRIOR_ACCEPTANCE = 0.7
+    can_use_model = True  # whether the draft model can propose the next token
     copies = False  # whether the next draft token needs no draft model although there is one
     PROBE_FIRST, PROBE_LAST = 8, 64  # plain iterations between probes; doubled after each unsuccessful one
 

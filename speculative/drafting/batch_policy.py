@@ -194,9 +194,10 @@ class BatchDraftLength:
             more = self._best_requests(survival[due], optimistic, np.ones(len(due), bool), tokens + len(chosen), others)
             chosen += [due[i] for i in more]
         if first and not chosen and not model_users and self._plain >= self.PROBE_AFTER:
-            probe = min(range(len(estimates)), key=lambda i: estimates[i].plain)  # the fewest tokens to catch up
-            estimates[probe].copies = False
-            return [probe]
+            can_probe = [i for i, estimate in enumerate(estimates) if estimate.can_use_model]
+            for probe in sorted(can_probe, key=lambda i: estimates[i].plain)[:1]:  # the fewest tokens to catch up
+                estimates[probe].copies = False
+                chosen = [probe]
         return chosen
 
     def update_draft(self, tokens: int, seconds: float, search_seconds: float = 0.0) -> None:
@@ -238,9 +239,11 @@ class BatchDraftLength:
     def _compare_with_plain(self, tokens: int, gained: int, seconds: float, changed: bool) -> None:
         """Record the loss or gain of the iteration against plain decoding. `changed`: the main model's forward pass had
         another size than the one before."""
+        comparison = self._comparison
+        if self._forced:  # it cannot be compared, but the budget for drafting recovers as in a plain iteration
+            comparison.budget.update(comparison.plain_change, comparison.plain_change)
         if not self._num_requests or self._forced or self._compiles:
             return
-        comparison = self._comparison
         if not self._drafted:
             if not changed:  # after a pass of another size, this one took longer than those of plain decoding
                 comparison.observe_plain(seconds, self.main.measured(tokens))

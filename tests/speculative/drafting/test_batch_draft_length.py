@@ -300,3 +300,31 @@ def test_only_requests_with_confident_next_token_are_drafted():
         for estimate, confidence in zip(both, (first, second), strict=True):
             estimate.set_next(confidence)
         assert sorted(rule.choose(both, tokens=2, model_users=0)) == chosen
+
+
+def test_budget_recovers_beside_requests_with_their_own_policy():
+    rule = rule_of()
+    estimate = rule.estimate()
+    rule.begin([estimate], 2)
+    comparison = rule._comparison
+    comparison.budget.update(1.0, 14.0, 0.0)
+    for _ in range(3000):
+        estimate.begin()
+        rule.begin([estimate], 2)
+        rule.choose([estimate], 2, 1, forced=True)
+        rule.pass_width.width_for(4)
+        rule.update_main(4, 0, 3, float(large(4)))
+    assert comparison.remaining > 0
+
+
+def test_probe_is_for_a_request_that_can_use_the_draft_model():
+    rule = BatchDraftLength(curve(slow), curve(slow), curve(slow))
+    beyond, able = rule.estimate(combined=True), rule.estimate(combined=True)
+    for estimate in (beyond, able):
+        estimate.begin()
+        estimate.set_next(None, can_use_model=estimate is able)
+    rule.begin([beyond, able], 2)
+    rule._plain = rule.PROBE_AFTER
+    rule._pass_seconds = rule.main.seconds
+    assert rule._requests_to_draft([beyond, able], 2, 0) == [1]
+    assert rule._requests_to_draft([beyond], 2, 0) == []
