@@ -164,13 +164,13 @@ class CachedModel:
             padded = np.append(tokens, [token for _, token in padded_leaves])
             assert isinstance(self.backend, PagedModel)
             logits = self.backend.run(start, padded, last + len(padded_leaves), None, parents)[: last + extra]
-        self._length = self._computed = start + n
-        self._tokens[start : self._length] = tokens
+        self._tokens[start : start + n] = tokens
         if self.hidden_states is not None:
             states = self.backend.hidden_states
             assert states is not None
-            self.hidden_states[start : self._length] = states[:n]
+            self.hidden_states[start : start + n] = states[:n]
             self._leaf_states = states[n : n + extra].copy()
+        self._length = self._computed = start + n
         return logits
 
     def _padding(self, start: int, n: int, verifies: bool) -> int:

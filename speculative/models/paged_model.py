@@ -217,11 +217,12 @@ class PagedModel:
 
     def _set_batch_input(self, name: str, values: np.ndarray) -> None:
         """Set an input of `run_together`; allocates a new array only if the shape changed."""
-        array = self._batch_inputs.get(name)
+        array = self._batch_inputs.pop(name, None)  # missing until it is set: Ctrl-C may come in between
         if array is not None and array.shape == values.shape:
             array[:] = values
         else:
-            self._batch_inputs[name] = self._set_shared_input(name, values)
+            array = self._set_shared_input(name, values)
+        self._batch_inputs[name] = array
 
     def _set_outputs(self, n: int, rows: int) -> None:
         """Let the next run write the logits of `rows` tokens, and hidden states of n, to shared memory: to ask OpenVINO
@@ -236,8 +237,10 @@ class PagedModel:
             return
         if len(self._outputs[index]) < rows:
             self._outputs[index] = np.empty((rows, self._outputs[index].shape[1]), self._outputs[index].dtype)
-        self._output_views[index] = view = self._outputs[index][:rows]
+        view = self._outputs[index][:rows]
+        self._output_views[index] = self._outputs[index][:0]  # until it is set: Ctrl-C may come in between
         self._request.set_output_tensor(index, ov.Tensor(view[:, np.newaxis], shared_memory=True))
+        self._output_views[index] = view
 
     def _output(self, index: int) -> np.ndarray:
         """An output of the last run, [rows, size], as a view that the next run overwrites."""
@@ -254,6 +257,7 @@ class PagedModel:
             self._span = self._set_shared_input("subsequence_begins", np.zeros(2, np.int32))
             self._block_span = self._set_shared_input("block_indices_begins", np.zeros(2, np.int32))
         was_n, was_last, _, was_blocks = self._shape or (0, 0, 0, 0)
+        self._shape = None  # until all is set: Ctrl-C may come in between
         if n != was_n:
             self._ids = self._set_shared_input("input_ids", np.zeros(n, np.int64))
             self._positions = self._set_shared_input("position_ids", np.zeros(n, np.int64))

@@ -77,7 +77,8 @@ class OutputProcessor:
 
     def _text_tokens(self, tokens: list[int]) -> list[int]:
         """The tokens without a stop token that has no text."""
-        return tokens[:-1] if self._hides_stop_token and tokens[-1] in self._stop_token_ids else tokens
+        hides_last = self._hides_stop_token and tokens and tokens[-1] in self._stop_token_ids
+        return tokens[:-1] if hides_last else tokens
 
     def _update_is_cut(self) -> None:
         self.result.is_cut = self._text is not None and self._text.stopped

@@ -40,6 +40,11 @@ def test_stop_token_can_be_hidden(stops, include):
     assert result.tokens == [0, 1, 2, 3] and result.gained == [2]
 
 
+def test_text_without_tokens_has_no_stop_token_to_hide():
+    output = processor(hides_stop_token=True)
+    assert output.end() == "" and output.result.text == ""
+
+
 def test_all_tokens_are_counted_without_a_stop_string():
     output = processor()
     output.add_step(Step([0], 0, 0))
