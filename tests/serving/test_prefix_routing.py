@@ -74,6 +74,16 @@ def test_overloaded_replica_is_skipped(server):
         assert cached_tokens(server, prompt)  # which has it from now on
 
 
+@pytest.mark.parametrize("session", ["x" * 100_000, "," * 128, "0" * 16 + ",forged", ",".join(["0" * 16] * 129)])
+def test_router_ignores_session_ids_of_clients(session):
+    """On a cluster whose proxies do not remove them."""
+    hashes = chunk_hashes(b"b" * PREFIX_BYTES, b"key")
+    request = SimpleNamespace(metadata=SimpleNamespace(session_id=",".join(hashes)))
+    assert prefix_routing.PrefixRouter._hashes(request) == hashes
+    request.metadata.session_id = session
+    assert prefix_routing.PrefixRouter._hashes(request) == []
+
+
 def test_body_hashes_match_up_to_first_difference_in_body_or_key():
     body = bytes(range(256)) * 5
     other = body[: 3 * CHUNK] + b"other" + body[3 * CHUNK :]

@@ -16,7 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from speculative.serving.api.completions import CompletionRequest
+from speculative.serving.http import request_limits
 from speculative.serving.ray_serve import connections
+from speculative.serving.settings import Limits
 from tests.support.dashboard import expressions, metrics_in
 from tests.support.later import openai
 from tests.support.paths import DRAFT, MAIN, ROOT
@@ -124,6 +127,24 @@ def test_default_max_tokens_is_16_for_completions_and_limit_for_chat(client):
     assert chat(client, ("user", "Write a class."), **extra).usage.completion_tokens == 300
 
 
+def test_default_of_completions_is_within_the_limits():
+    """It must not be refused like a number that the client has sent."""
+    request = CompletionRequest(model="m", prompt="a")
+    assert request_limits.max_new_tokens(request, 5, Limits(max_output_tokens=10), 1024) == 10
+    assert request_limits.max_new_tokens(request, 1020, Limits(), 1024) == 4
+    assert request_limits.max_new_tokens(request, 5, Limits(), 1024) == 16
+
+
+def test_several_prompts_of_token_ids_are_as_many_values_as_needed(client):
+    prompts = [[5 + (i + j) % 90 for j in range(1000)] for i in range(6)]
+    assert len(complete(client, prompt=prompts, max_tokens=1).choices) == 6
+
+
+def test_default_values_are_accepted(client):
+    extra = {"extra_body": {"continue_final_message": False}}
+    assert chat(client, ("user", "Hi"), verbosity="medium", max_tokens=1, **extra).choices
+
+
 def test_streamed_text_equals_whole_text_with_usage_last(client):
     whole = complete(client, max_tokens=300)
     events = list(complete(client, max_tokens=300, stream=True, stream_options={"include_usage": True}))
@@ -222,6 +243,9 @@ def test_invalid_request_returns_api_error(client, params, status, code, words):
         {"top_logprobs": 21},
         {"messages": []},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        {"max_tokens": 301},
+        {"max_completion_tokens": 301, "max_tokens": 5},
+        {"verbosity": "high"},
     ],
 )
 def test_unsupported_chat_parameter_returns_400(client, params):

@@ -270,7 +270,7 @@ FULL = {  # by the objects and lists, and the commas, of an element
 
 def full_bodies(tokens):
     """Bodies with the largest number of elements that is accepted."""
-    values = request_body.EXTRA_VALUES + tokens - 50  # without what is beside the elements
+    values = request_body.max_values(tokens) - 50  # without what is beside the elements
     for name, (objects, commas, *shape) in FULL.items():
         most = values // (objects + commas)
         if objects:
@@ -326,7 +326,7 @@ def test_parsing_any_body_within_limit_uses_little_memory(tokens):
 def test_parsing_any_body_within_limit_makes_few_calls(tokens):
     """Function calls stand for time: a few per message or part, none for other values or rejected bodies."""
     for name, body in full_bodies(tokens):
-        assert request_body.is_within_limits(body, request_body.EXTRA_VALUES + tokens), name
+        assert request_body.is_within_limits(body, request_body.max_values(tokens)), name
         assert (calls := calls_of(errors_of, body, tokens)) < MOST_CALLS, (name, calls)
     for name, body in bodies(request_body.max_bytes(tokens)).items():
         assert (calls := calls_of(errors_of, body, tokens)) < 500, (name, calls)
@@ -384,7 +384,7 @@ def any_bodies(draw, tokens):
     limits = {
         "bytes": (request_body.max_bytes(tokens) - 200) // (len(element) + numbered),
         "objects": (request_body.MAX_OBJECTS - 10) // objects,
-        "values": (request_body.EXTRA_VALUES + tokens - 50) // (objects + commas),
+        "values": (request_body.max_values(tokens) - 50) // (objects + commas),
     }
     times = min(draw(st.sampled_from([limits["bytes"], min(limits.values()), min(limits.values()) + 99])),
                 limits["bytes"])  # fmt: skip
@@ -405,7 +405,7 @@ def test_parsing_random_bodies_within_limit_is_cheap(tokens, request):
     def check(body):
         nonlocal read
         assert len(body) <= request_body.max_bytes(tokens)
-        fits = request_body.is_within_limits(body, request_body.EXTRA_VALUES + tokens)
+        fits = request_body.is_within_limits(body, request_body.max_values(tokens))
         read += fits
         calls = calls_of(errors_of, body, tokens)
         assert calls < (MOST_CALLS if fits else 500), body[:200]

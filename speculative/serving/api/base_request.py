@@ -82,7 +82,7 @@ TopK = Annotated[int | None, Field(ge=1, le=2**31), BeforeValidator(normalize_to
 class BaseRequest(ApiObject):
     """The fields that chat completions and text completions share."""
 
-    limit_name: ClassVar[str] = "max_tokens"  # what error messages call the number of tokens
+    default_tokens: ClassVar[int | None] = None  # most new tokens of a request that sets no limit; None: the server's
     prompt_name: ClassVar[str] = "prompt"
     continues_prompt: ClassVar[bool] = False  # the text follows that of the prompt
 
@@ -142,6 +142,11 @@ class BaseRequest(ApiObject):
     def echoes_only(self) -> bool:
         """Whether the response has no text but the echoed prompt."""
         return False
+
+    @property
+    def limit_name(self) -> str:
+        """What error messages call the number of tokens."""
+        return "max_tokens"
 
     @property
     def requested_tokens(self) -> int | None:

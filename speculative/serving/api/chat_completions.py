@@ -18,9 +18,11 @@ class ChatCompletionRequest(BaseRequest):
         "function_call": ("none", "auto"),
         "functions": ([],),
         "best_of": (1,),
+        "continue_final_message": (False,),
         "echo": (False,),
         "modalities": (["text"],),
         "store": (False,),
+        "verbosity": ("medium",),
     }
 
     prompt_name: ClassVar[str] = "messages"
@@ -65,6 +67,10 @@ class ChatCompletionRequest(BaseRequest):
     def callable_tools(self) -> list[Tool]:
         """The tools that the model may call."""
         return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def limit_name(self) -> str:
+        return "max_completion_tokens" if self.max_completion_tokens else "max_tokens"
 
     @property
     def requested_tokens(self) -> int | None:

@@ -7,7 +7,6 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from speculative.serving.api.base_request import MAX_LOGPROBS, MAX_TEXTS, BaseRequest
 from speculative.serving.api.tool_calls import ToolFormat
 
-COMPLETION_TOKENS = 16  # default max_tokens of /v1/completions, as in the API
 TEXT_OR_IDS = [{"type": "string"}, {"type": "array", "items": {"type": "integer", "minimum": 0}}]
 PROMPTS = {
     "anyOf": [
@@ -34,6 +33,7 @@ def validate_prompts(prompt: Any) -> list[str | list[int]]:
 
 class CompletionRequest(BaseRequest):
     continues_prompt: ClassVar[bool] = True
+    default_tokens: ClassVar[int | None] = 16  # as in the API
     no_effect: ClassVar[dict[str, tuple]] = BaseRequest.no_effect | {"add_special_tokens": (True,), "suffix": ("",)}
 
     prompt: Annotated[list, BeforeValidator(validate_prompts), WithJsonSchema(PROMPTS)]
@@ -83,7 +83,7 @@ class CompletionRequest(BaseRequest):
     @property
     def requested_tokens(self) -> int | None:
         """With max_tokens=0, one token is decoded and left out of the response."""
-        return COMPLETION_TOKENS if self.max_tokens is None else max(self.max_tokens, 1)
+        return None if self.max_tokens is None else max(self.max_tokens, 1)
 
     @property
     def echoes_only(self) -> bool:

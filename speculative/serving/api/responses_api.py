@@ -221,8 +221,11 @@ class Reasoning(ApiObject):
 class ResponsesChat(ChatCompletionRequest):
     """A request of /v1/responses as a chat completion, whose errors name the parameters of the former."""
 
-    limit_name: ClassVar[str] = "max_output_tokens"
     prompt_name: ClassVar[str] = "input"
+
+    @property
+    def limit_name(self) -> str:
+        return "max_output_tokens"
 
     def structure(self, tool_format: ToolFormat | None) -> Structure | None:
         structure = super().structure(tool_format)

@@ -17,6 +17,7 @@ from speculative.serving.api.errors import ApiError, shorten
 
 BYTES_PER_TOKEN = 32  # of a prompt: plain text has about 4, escaped text up to 6 times as many
 EXTRA_BYTES = 65_536  # for the body without its prompt
+VALUES_PER_TOKEN = 2  # of a prompt: there may be several prompts of token ids
 EXTRA_VALUES = 5_000
 MAX_OBJECTS = 4_000  # and lists: messages and their parts, which cost more than other values
 UNMARKED = bytes(set(range(256)) - set(b'"{[,'))
@@ -30,10 +31,15 @@ def max_bytes(tokens: int) -> int:
     return EXTRA_BYTES + BYTES_PER_TOKEN * tokens
 
 
+def max_values(tokens: int) -> int:
+    """Maximum number of values of such a body."""
+    return EXTRA_VALUES + VALUES_PER_TOKEN * tokens
+
+
 def parse(body: bytes, tokens: int) -> Any:
     """The parsed body, whose prompt may have `tokens` tokens. Raises ApiError."""
-    if not is_within_limits(body, EXTRA_VALUES + tokens):
-        raise invalid_body(f"may have {MAX_OBJECTS} objects and lists and {EXTRA_VALUES + tokens} values here")
+    if not is_within_limits(body, max_values(tokens)):
+        raise invalid_body(f"may have {MAX_OBJECTS} objects and lists and {max_values(tokens)} values here")
     try:
         data = json.loads(body.decode("utf-8"), parse_constant=reject_constant)
         if ESCAPED_SURROGATE.search(body):

@@ -54,7 +54,7 @@ def max_new_tokens(request: BaseRequest, prompt: int, limits: Limits, context: i
         raise ApiError(400, message, "context_length_exceeded", prompt_name)
     requested = request.requested_tokens
     if requested is None:
-        return min(limits.max_output_tokens, context - prompt)
+        return min(limits.max_output_tokens, context - prompt, request.default_tokens or context)
     if requested > limits.max_output_tokens:
         message = f"{limit_name} is {requested}, but at most {limits.max_output_tokens} are allowed."
         raise ApiError(400, message, "max_tokens_exceeded", limit_name)

@@ -5,6 +5,7 @@ previous body up to the end of the messages. Ray's own PrefixCacheAffinityRouter
 argument of a deployment, so it needs an ingress deployment between proxy and replicas, and it waits for an actor.
 """
 
+import re
 from collections import Counter, OrderedDict
 from typing import Any
 
@@ -18,6 +19,7 @@ from ray.serve.request_router import (
 )
 
 MAX_HASHES = 50_000  # a router keeps the latest ones
+HASHES = re.compile(r"[0-9a-f]{16}(,[0-9a-f]{16}){0,127}")  # what BeginningReader adds to a request
 
 
 class HashTable:
@@ -76,4 +78,5 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
 
     @staticmethod
     def _hashes(request: PendingRequest | None) -> list[str]:
-        return request.metadata.session_id.split(",") if request and request.metadata.session_id else []
+        session = request.metadata.session_id if request else ""
+        return session.split(",") if HASHES.fullmatch(session) else []  # others are a client's own
