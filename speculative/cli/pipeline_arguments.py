@@ -20,7 +20,7 @@ from speculative.cli.parser import Parser
 from speculative.cli.properties import PROPERTY
 from speculative.models.config import context_length, read_config
 from speculative.models.eagle3_graph import check_head, is_head
-from speculative.pair import devices, recommendation
+from speculative.pair import devices, one_thread, recommendation
 from speculative.pair.check import compare_tokenizers
 from speculative.pair.draft_limits import genai_limit, genai_tree_limit, native_limit
 from speculative.pair.engines import GENAI, NATIVE
@@ -340,11 +340,13 @@ def _versions() -> dict[str, str]:
 def check_models(models: dict[str, tuple[Path, str, dict]], engine: str) -> None:
     """Reject models that the engine cannot run: {"main" or "draft": (folder, device, properties)}."""
     check_folders({role: folder for role, (folder, _, _) in models.items()})
-    for role, (_, device, properties) in models.items():
+    for role, (folder, device, properties) in models.items():
         try:
             devices.require(device, properties)
         except ValueError as error:
             fail(f"{role}: {error}")
+        if crash := one_thread.warning(folder, device, properties):
+            say(f"warning: {crash}")
     if "draft" in models:
         check_pair(models["main"][0], models["draft"][0], engine)
 

@@ -10,6 +10,11 @@ import openvino as ov
 
 VIRTUAL = ("AUTO", "HETERO", "MULTI", "BATCH")  # spread a model over the devices named after the colon
 MAIN_MEMORY = "main memory"
+CGROUP = Path("/sys/fs/cgroup")
+CGROUPS = (  # limit, usage and statistics of the container's memory, in version 2 and 1 of cgroups
+    ("memory.max", "memory.current", "memory.stat"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+)
 
 
 class DeviceFacts(NamedTuple):
@@ -70,12 +75,18 @@ def main_memory() -> Memory:
     file = Path("/proc/meminfo")
     match = re.search(r"^MemAvailable:\s+(\d+) kB", file.read_text(), re.MULTILINE) if file.is_file() else None
     available = int(match[1]) * 1024 if match else None
-    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):  # of cgroups 2 and 1
-        text = Path(limit).read_text().strip() if Path(limit).is_file() else ""
-        if text.isdecimal():
-            total = min(total, int(text))
-            available = min(available, total) if available else None
+    for files in CGROUPS:
+        limit, usage, statistics = (_read(CGROUP / name) for name in files)
+        if limit.isdecimal() and int(limit) < total:
+            total = int(limit)
+            reclaimable = re.search(r"^inactive_file (\d+)", statistics, re.MULTILINE)  # file cache, freed when needed
+            used = max(0, int(usage or 0) - int(reclaimable[1] if reclaimable else 0))
+            available = min(available, max(0, total - used)) if available else None
     return Memory(total, available)
+
+
+def _read(file: Path) -> str:
+    return file.read_text().strip() if file.is_file() else ""
 
 
 def device_memory(name: str, core: ov.Core) -> Memory:

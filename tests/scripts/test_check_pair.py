@@ -192,6 +192,19 @@ def test_main_memory_is_detected():
     assert memory.total > 1e9 and (memory.available is None or 0 < memory.available <= memory.total)
 
 
+@pytest.mark.parametrize("files", devices.CGROUPS)
+def test_memory_of_a_container_is_what_its_processes_leave(files, tmp_path, monkeypatch):
+    monkeypatch.setattr(devices, "CGROUP", tmp_path)
+    (tmp_path / "memory").mkdir()
+    for name, text in zip(
+        files, ("2000000000", "1500000000", "anon 1\ninactive_file 400000000\nkernel 2"), strict=True
+    ):
+        (tmp_path / name).write_text(f"{text}\n")
+    assert devices.main_memory() == (2_000_000_000, 900_000_000)
+    (tmp_path / files[0]).write_text("max\n")
+    assert devices.main_memory().total > 2_000_000_000
+
+
 @pytest.mark.parametrize(
     ("memory", "level"),
     [(Memory(10**7, 10**7), "error"), (Memory(10**9, 10**7), "warning"), (Memory(None, None), "ok")],
