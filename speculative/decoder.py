@@ -268,9 +268,8 @@ class Decoder:
             ):
                 policy.observe_declined(step.tokens[-1] == declined)
             if isinstance(policy, CombinedDraftLength) and not forced:
-                policy.observe(
-                    step.tokens[: len(step.tokens) - step.ends_in_leaf]
-                )  # no match was for what follows a leaf
+                # no match was searched for what follows a leaf
+                policy.observe(step.tokens[: len(step.tokens) - step.ends_in_leaf])
             if policy.tree:
                 policy.tree.observe(step.tokens)
             if not is_prefill and not forced:  # forced tokens say nothing about the source

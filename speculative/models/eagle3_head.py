@@ -44,7 +44,8 @@ class Entries:
     def lack_only_last(self, tokens: np.ndarray) -> bool:
         """Whether the cache has all entries for `tokens` but the last one, and no others."""
         n = len(tokens) - 1
-        return self._length == n - 1 and self._tokens[:n].tobytes() == tokens[:n].tobytes()  # sooner than by ufuncs
+        # with cold CPU caches, a comparison of bytes is faster than one of arrays
+        return self._length == n - 1 and self._tokens[:n].tobytes() == tokens[:n].tobytes()
 
     def cut(self, start: int) -> None:
         """Count nothing from entry `start` on as cached."""
@@ -89,7 +90,7 @@ class EagleHead:
         self._logits = np.zeros((1, len(targets)), np.float32)
         self._entries = Entries(self.capacity)
         self._num_known = 0  # leading tokens of the last call that the main model had computed
-        self._main_version = -1  # the main model's, then
+        self._main_version = -1  # `version` of the main model's cache then
 
     def logits(self, tokens: np.ndarray) -> np.ndarray:
         """Logits float32 [1, draft vocabulary] of the `targets` after `tokens` (int64 [2 or more], the whole sequence).

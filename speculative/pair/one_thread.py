@@ -13,10 +13,10 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 def warning(folder: Path, device: str, properties: Mapping[str, object]) -> str:
     """One sentence if the model in `folder` is one that can crash with these OpenVINO `properties`, else ""."""
-    threads = int(str(properties.get("INFERENCE_NUM_THREADS", 0))) or usable_cores()
+    is_one = str(properties.get("INFERENCE_NUM_THREADS", 0)) == "1" or usable_cores() == 1
     precision = str(properties.get("INFERENCE_PRECISION_HINT", "bf16"))
     in_bf16 = precision == "bf16" and properties.get("EXECUTION_MODE_HINT") != "ACCURACY"
-    if threads > 1 or not in_bf16 or not device.startswith("CPU") or not _has_amx():
+    if not is_one or not in_bf16 or not device.startswith("CPU") or not _has_amx():
         return ""
     if "fp16" not in weights.read(ov.Core().read_model(folder / "openvino_model.xml")).formats:
         return ""
