@@ -14,6 +14,7 @@ import json
 import sys
 from pathlib import Path
 
+from speculative.bench.load.arguments import png_file
 from speculative.bench.reporting.page import draw
 from speculative.bench.result import Result
 from speculative.cli.parser import Parser
@@ -61,7 +62,7 @@ def output_file(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"{text!r} does not end in .html, .csv or .png, which select the format")
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"cannot write {text!r}: folder {str(path.parent)!r} does not exist")
-    return path
+    return png_file(text) if path.suffix == ".png" else path
 
 
 def main() -> int:

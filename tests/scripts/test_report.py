@@ -283,6 +283,17 @@ def test_recommended_candidate_is_found_by_current_and_former_ids():
     assert charts.chosen({"candidates": candidates}) is None
 
 
+def test_recommended_draft_is_found_among_several_with_the_same_settings():
+    drafts = [{"settings": {"draft_length": 4, "engine": "native"}, "throughput": value} for value in (20.0, 30.0)]
+    best = {"draft_length": 4, "throughput": 30.0}
+    recommendation = {"best": "native", "settings": {"native": best}}
+    assert charts.chosen({"candidates": drafts, "recommendation": recommendation}) is drafts[1]
+
+
+def test_axis_of_shares_ends_at_100_percent():
+    assert charts.percent_axis("agreement", 1.0, 1.0).labels[-1] == "100"
+
+
 def test_iteration_time_is_split_into_parts(draw, show):
     shown = show(draw({**MINIMAL, "iteration": PARTS["iteration"]}))
     width = {}

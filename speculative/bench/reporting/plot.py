@@ -29,7 +29,11 @@ def png(points: Sequence[Drawn]) -> bytes:
     temperatures = list(dict.fromkeys(point["temperature"] for point in points))
     figure = Figure(figsize=(SIZE[0], SIZE[1]) if len(temperatures) < 3 else (1.4 * SIZE[0], SIZE[1]), dpi=DOTS)
     panels = figure.subplots(1, len(temperatures), sharey=True, squeeze=False)[0]
-    highest = max(value for p in points for value in (1, p["speedup"], *(p.get("speedup_range") or [])))
+    highest = max(
+        value
+        for point in points
+        for value in (1, point["speedup"], point.get("predicted") or 0, *(point.get("speedup_range") or []))
+    )
     engines = list(dict.fromkeys(point["engine"] for point in points))
     for panel, t in zip(panels, temperatures, strict=True):
         panel.axhline(1, color="0.4", linewidth=1)

@@ -43,7 +43,7 @@ class DraftStage:
         self.session.clock.tick("drafts")
         self.session.on_one(self.try_drafts_on)
         if not self.session.drafts:
-            raise Ended(next(iter(self.session.failed.values())))
+            raise Ended([*self.session.failed.values()][-1])  # the first ones may be of one engine only
         self.session.drafts.sort(
             key=lambda draft: max(self.session.predicted(self.session.default, draft).values()), reverse=True
         )

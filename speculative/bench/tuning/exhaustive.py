@@ -41,9 +41,14 @@ class EverySetting(LengthStage):
             Setting(models, NATIVE, draft_length=ADAPTIVE_LOOKUP),
         ]
         for draft in filter(None, self.session.drafts):
-            settings += [Setting(models, engine, draft, k) for k in LENGTHS for engine in (GENAI, NATIVE)]
+            settings += [
+                self.session.with_draft(models, engine, draft, k) for k in LENGTHS for engine in (GENAI, NATIVE)
+            ]
             if self.session.on_one(partial(self.session.measure_costs, models=models, draft=draft)):
-                settings += [Setting(models, NATIVE, draft, rule) for rule in ("adaptive", TWO_SOURCES, *THRESHOLDS)]
+                settings += [
+                    self.session.with_draft(models, NATIVE, draft, rule)
+                    for rule in ("adaptive", TWO_SOURCES, *THRESHOLDS)
+                ]
         return settings
 
 

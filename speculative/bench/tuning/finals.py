@@ -27,7 +27,9 @@ class Finals:
         chosen = [one.setting for one in candidates[:2]]
         for engine in (GENAI, NATIVE):
             chosen += [one.setting for one in candidates if one.setting.engine == engine][:2]
-        steps = [Setting(one.models, GENAI, one.draft, SAMPLE_K) for one in chosen if one.draft]  # properties' own gain
+        steps = [
+            self.session.with_draft(one.models, GENAI, one.draft, SAMPLE_K) for one in chosen if one.draft
+        ]  # properties' own gain
         others = [*self.session.alone(), self.session.sample_setting]
         return self.session.possible([self.session.baseline, *others, *steps, *chosen])
 

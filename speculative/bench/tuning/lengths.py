@@ -42,10 +42,10 @@ class LengthStage:
         best = self.lengths(best_set, draft)[0]
         candidates = [
             self.session.sample_setting,
-            Setting(best_set, GENAI, draft, best),
-            Setting(best_set, NATIVE, draft, best),
-            Setting(best_set, NATIVE, draft, "adaptive"),
-            Setting(best_set, NATIVE, draft, TWO_SOURCES),
+            self.session.with_draft(best_set, GENAI, draft, best),
+            self.session.with_draft(best_set, NATIVE, draft, best),
+            self.session.with_draft(best_set, NATIVE, draft, "adaptive"),
+            self.session.with_draft(best_set, NATIVE, draft, TWO_SOURCES),
             *self.session.alone(),
         ]
         num_required = len(candidates)
@@ -53,9 +53,11 @@ class LengthStage:
             for draft in self.session.drafts if index == 0 else self.session.drafts[:1]:
                 lengths = self.lengths(models, draft)
                 fixed = lengths if index == 0 else [lengths[0], *([SAMPLE_K] if index == 1 else [])]
-                candidates += [Setting(models, engine, draft, k) for k in fixed for engine in (GENAI, NATIVE)]
+                candidates += [
+                    self.session.with_draft(models, engine, draft, k) for k in fixed for engine in (GENAI, NATIVE)
+                ]
                 rules: list[str | float] = ["adaptive", *THRESHOLDS[: 3 * (index == 0)]]
-                candidates += [Setting(models, NATIVE, draft, rule) for rule in rules]
+                candidates += [self.session.with_draft(models, NATIVE, draft, rule) for rule in rules]
         longest = 7 if kind(best_set.device) == "NPU" else LONGEST  # on an NPU, GenAI may grow K to twice its value
         candidates = [
             one

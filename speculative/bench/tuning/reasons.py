@@ -155,6 +155,7 @@ def _in_steps(by_setting: dict[Setting, Figures], sample: Figures, best: Figures
     for after in steps_to(by_setting, sample, best):
         one, two = before.setting, after.setting
         changed = [str(two.models)] * (one.models != two.models)
+        changed += [f"with {two.draft_name}"] * (one.draft_name != two.draft_name)
         changed += [two.length] * (one.draft_length != two.draft_length)
         changed += ["our engine"] * (one.engine != two.engine)
         changed += [shown(two.scheduler)] * (two.scheduler not in ((), one.scheduler))

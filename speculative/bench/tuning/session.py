@@ -115,6 +115,7 @@ class Session:
         self.benches = [TuningClient(place) for place in places]  # lost ones are removed
         self.machines = [place.name for place in places if place.machine]
         self.drafts: list[Path | None] = arguments.drafts or [None]  # None: suffix decoding instead of a draft
+        self._several_drafts = len(self.drafts) > 1
         self.costs: dict[tuple[PropertySet, Path | None], Costs] = {}
         self.clock = Clock(60 * arguments.minutes)
         fixed = merged((), tuple(arguments.property))
@@ -230,7 +231,13 @@ class Session:
 
     def drafting(self, models: PropertySet, draft: Path | None, k: int) -> Setting:
         """This project's engine with a draft, or by suffix decoding, which chooses K itself."""
-        return Setting(models, NATIVE, draft, k if draft else ADAPTIVE_LOOKUP)
+        return self.with_draft(models, NATIVE, draft, k if draft else ADAPTIVE_LOOKUP)
+
+    def with_draft(
+        self, models: PropertySet, engine: str, draft: Path | None, draft_length: int | float | str
+    ) -> Setting:
+        """The setting with a draft, whose name it has if there are several."""
+        return Setting(models, engine, draft, draft_length, draft_name=str(draft or "") if self._several_drafts else "")
 
     def drafts_with(self, setting: Setting) -> bool:
         """Whether the setting is one of those in question: with a draft, or by suffix decoding if none is given."""
@@ -240,7 +247,9 @@ class Session:
     def sample_setting(self) -> Setting:
         """The default settings of samples/speculative_decoding_lm.py, or without a draft of suffix_decoding_lm.py."""
         draft = self.drafts[0]
-        return Setting(self.default, GENAI, draft, SAMPLE_K) if draft else self.drafting(self.default, None, 0)
+        if draft:
+            return self.with_draft(self.default, GENAI, draft, SAMPLE_K)
+        return self.drafting(self.default, None, 0)
 
     def predicted(self, models: PropertySet, draft: Path | None) -> dict[int, float]:
         """Predicted speedup per K, from the costs of these models and the draft's acceptance."""

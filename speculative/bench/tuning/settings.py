@@ -6,7 +6,7 @@ A `PropertySet` determines the compiled models and their numerics; a `Setting` a
 
 import gc
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, overload
 
@@ -114,9 +114,11 @@ class Setting:
     draft: Path | None = None
     draft_length: int | float | str = 0  # or "adaptive", ADAPTIVE_LOOKUP or TWO_SOURCES
     scheduler: Properties = ()
+    draft_name: str = field(default="", compare=False)  # to distinguish several drafts
 
     def __str__(self) -> str:
         method = self.length if self.draft else "suffix decoding" if self.copies else "main alone"
+        method += f" with {self.draft_name}" if self.draft_name else ""
         parts = [shown_engine(self.engine), method, str(self.models)]
         return ", ".join(parts + ([shown(self.scheduler)] if self.scheduler else []))
 
