@@ -349,6 +349,11 @@ def costs_of(arguments: argparse.Namespace) -> tuple[Costs, Drawn]:
 
 
 def workload_of(arguments: argparse.Namespace, costs: Costs, measured: Drawn) -> Workload:
+    """Raises ValueError if the acceptance of the draft is not known."""
+    if costs.draft and not costs.judged and arguments.acceptance is None:
+        raise ValueError(
+            "no draft token was judged while costs were measured: give more --max-new-tokens, or --acceptance"
+        )
     return Workload(
         arguments.prompt_tokens or costs.prompt_tokens or lengths("128"),
         arguments.output_tokens or lengths(str(arguments.max_new_tokens or measured.get("max_new_tokens", NEW_TOKENS))),
@@ -418,7 +423,8 @@ def main() -> int:
     with exit_on():
         costs, measured = costs_of(arguments)
         goals = Goals(arguments.ttft_goal, arguments.tpot_goal, arguments.percentile)
-        workload = workload_of(arguments, costs, measured)
+        with exit_on(ValueError, status=2):
+            workload = workload_of(arguments, costs, measured)
         if context := measured.get("context"):  # not in files of earlier versions
             with exit_on(ValueError, status=2):
                 workload.check(context)

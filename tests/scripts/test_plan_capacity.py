@@ -179,6 +179,8 @@ def test_output_length_is_max_new_tokens(run_here, costs):
         (["COSTS", "--trace", "GOOD", "--prompt-tokens", "5"], "--prompt-tokens"),
         (["COSTS", "--against", "README.md"], "load benchmark"),
         (["COSTS", "--against", "OTHER"], "benchmark_serving.py"),
+        (["COSTS", "--against", "docs/capacity/embedded-batching-0.json", "README.json"], "other loads"),
+        (["UNKNOWN", "--rate", "1"], "no draft token was judged"),
         (["COSTS", "--rate", "1", "--server", "OTHER"], "processor times"),
         (["COSTS", "--rate", "1", "--server", "no/such.json"], "no/such.json"),
         (["COSTS", "--rate", "1", "--png", "no/such/plan.png"], "no/such"),
@@ -192,12 +194,17 @@ def test_bad_input_gives_one_sentence_error(run_here, costs, tmp_path, arguments
         ("TWICE", LINE * 2),
         ("GOOD", LINE + LINE.replace("0", "1", 1)),
         ("OTHER", other),
+        ("README.json", '{"rows": [{}]}'),
     ):
         (tmp_path / name).write_text(text, encoding="utf-8")
-    named = {name: str(tmp_path / name) for name in ("TRACE", "TWICE", "GOOD", "OTHER")}
+    named = {name: str(tmp_path / name) for name in ("TRACE", "TWICE", "GOOD", "OTHER", "README.json")}
     given = [named.get(str(one), one) for one in arguments]
     if given and given[0] == "COSTS":
         given[:1] = ["--costs", costs]
+    elif given and given[0] == "UNKNOWN":
+        unknown = json.loads(costs.read_text(encoding="utf-8")) | {"judged": []}
+        (tmp_path / "unknown.json").write_text(json.dumps(unknown), encoding="utf-8")
+        given[:1] = ["--costs", tmp_path / "unknown.json"]
     process = run_here(PROGRAM, *given)
     assert process.returncode == 2, process.stderr
     assert word in process.stderr and "Traceback" not in process.stderr and process.stdout == ""

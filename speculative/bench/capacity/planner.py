@@ -17,6 +17,7 @@ import numpy as np
 from speculative.bench.capacity.cluster import MAX_SIMULATED, ClosedLoop, Routing, serve
 from speculative.bench.capacity.costs import Costs
 from speculative.bench.capacity.replica import Settings
+from speculative.bench.capacity.sharing import MEASURED_SERVERS
 from speculative.bench.capacity.workload import Workload, lengths
 from speculative.bench.load.metrics import Load, RequestRecord, Span, row
 from speculative.bench.result import CapacityCheck, CapacityRow, Drawn, LoadRow
@@ -224,8 +225,8 @@ class Planner:
             raise ValueError("it has no rows of this project's engine: give a result of benchmark_serving.py or "
                              "benchmark_batching.py")  # fmt: skip
         compared = [
-            ([result["environment"].get(key) for key in ("max_new_tokens", "seconds", "prompts")],
-             [(one["method"], one["clients"]) for one in result["rows"]])
+            ([result.get("environment", {}).get(key) for key in ("max_new_tokens", "seconds", "prompts")],
+             [(one.get("method"), one.get("clients")) for one in result["rows"]])
             for result in measured
         ]  # fmt: skip
         if compared[1:] != compared[:-1]:
@@ -233,7 +234,10 @@ class Planner:
         workload = dataclasses.replace(
             self.workload, prompt=self.costs.prompt_tokens, output=lengths(str(tokens)), trace=(), cached=0.0
         )
-        planner = Planner(self.costs, workload, self.goals, self.routing, self.count, self.seed)
+        costs = self.costs
+        if costs.server:
+            costs = dataclasses.replace(costs, server=dataclasses.replace(costs.server, servers=MEASURED_SERVERS))
+        planner = Planner(costs, workload, self.goals, self.routing, self.count, self.seed)
         checks: list[CapacityCheck] = []
         for method in dict.fromkeys(one["method"] for one in rows):
             with_draft = METHODS[method]

@@ -17,6 +17,7 @@ from speculative.bench.capacity.least_squares import non_negative
 from speculative.bench.result import Drawn
 
 AVERAGING_SECONDS = 0.5  # seconds over which the work of a server is averaged
+MEASURED_SERVERS = 2  # that benchmark_serving.py starts: with the draft, and without it
 MIN_SHARE = 0.1  # share of the cores that the replicas always have
 
 
@@ -26,10 +27,11 @@ class ServerCosts:
 
     cores: float  # that come with each replica
     threads: int  # of each replica's engine
-    idle: float  # cores in use without requests, for each replica
+    idle: float  # cores in use without requests, for each replica of a server
     request: float  # processor seconds
     piece: float  # processor seconds for each piece of text that is streamed
     latency: float  # seconds that a request takes without inference
+    servers: int = 1  # that run at the same time, all but one of them idle
 
     @classmethod
     def of(cls, result: Drawn) -> "ServerCosts":
@@ -49,7 +51,7 @@ class ServerCosts:
             raise ValueError("it has no processor times: give a result of benchmark_serving.py, with servers that it "
                              "started")  # fmt: skip
         idle, request, piece = non_negative(work, used).tolist()
-        return cls(cores / replicas, threads, idle / replicas, request, piece, latency)
+        return cls(cores / replicas, threads, idle / (replicas * MEASURED_SERVERS), request, piece, latency)
 
 
 class SharedCores:
@@ -73,7 +75,8 @@ class SharedCores:
         self._busy.add(replica)
         self._decay()
         costs, cores = self._costs, self._costs.cores * self._replicas
-        available = cores - costs.idle * self._replicas - self._recent / AVERAGING_SECONDS
+        idle = costs.idle * self._replicas * costs.servers
+        available = cores - idle - self._recent / AVERAGING_SECONDS
         return max(len(self._busy) * costs.threads / max(available, MIN_SHARE * cores), 1.0)
 
     def leave(self, replica: object) -> None:

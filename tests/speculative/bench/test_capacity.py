@@ -297,12 +297,13 @@ def test_prefix_routing_balances_without_common_prefixes():
 # ---- shared cores ---------------------------------------------------------------------------------------------------
 
 SERVER = ServerCosts(cores=2.0, threads=2, idle=0.1, request=0.02, piece=0.001, latency=0.015)
+BOTH = 2  # servers run in benchmark_serving.py
 
 
 def test_server_costs_are_fitted_from_processor_times():
     rows = []
     for seconds, requests, pieces in ((10, 20, 400), (10, 60, 900), (20, 30, 2000), (10, 90, 2500)):
-        used = 0.2 * seconds + 0.02 * requests + 0.001 * pieces
+        used = BOTH * 0.2 * seconds + 0.02 * requests + 0.001 * pieces
         time = {"seconds": seconds, "requests": requests, "pieces": pieces, "servers": used - 0.1, "clients": 0.1}
         rows.append({"processor_time": time})
     facts = {"cores": 4, "replicas": 2, "threads": 2, "round_trip": 0.015}
@@ -321,7 +322,7 @@ def test_server_costs_are_never_negative():
         for n in (1, 4, 16)
     ]
     found = ServerCosts.of({"environment": {"cores": 2, "replicas": 1, "threads": 1, "round_trip": 0}, "rows": rows})
-    assert found.idle == pytest.approx(4.3) and found.request == found.piece == 0
+    assert found.idle == pytest.approx(4.3 / BOTH) and found.request == found.piece == 0
 
 
 def test_server_work_slows_down_busy_replicas():
@@ -337,6 +338,15 @@ def test_server_work_slows_down_busy_replicas():
     assert cores.slowdown("one") == pytest.approx(10)
     cores.leave("one")
     assert cores.slowdown("other") == pytest.approx(5)
+
+
+def test_idle_servers_take_cores_too():
+    """The other one of a benchmark of two servers. A planned cluster has only one."""
+    both = dataclasses.replace(SERVER, servers=BOTH)
+    one, other = (SharedCores(simpy.Environment(), costs, replicas=2) for costs in (SERVER, both))
+    for cores in (one, other):
+        cores.slowdown("one")
+    assert one.slowdown("two") == pytest.approx(4 / 3.8) and other.slowdown("two") == pytest.approx(4 / 3.6)
 
 
 def test_request_takes_longer_on_shared_cores_and_through_a_server():
