@@ -345,7 +345,7 @@ def remark(cell: Cell, requested: list[int | str]) -> str:
     notes = []
     if any(device.emulated for device in cell.devices):
         notes.append("NPU code path on the CPU: not representative of an NPU's speed")
-    if cell.draft and cell.job["draft_lengths"] != requested:
+    if cell.draft and not {*requested} <= {*cell.job["draft_lengths"]}:
         notes.append(f"K limited to {LONGEST_ON_NPU}, the maximum for a main model on an NPU")
     return "; ".join(notes)
 

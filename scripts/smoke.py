@@ -74,8 +74,11 @@ def smoke(arguments: argparse.Namespace) -> SmokeResult:
     prompts = arguments.prompt or PROMPTS
     references = main_alone(arguments, prompts, exact)
     genai_result, problems = check("GenAI", genai_outputs(arguments, prompts, exact), prompts, references)
-    if (genai_result["acceptance_rate"] or 0.0) < arguments.min_acceptance:
-        problems.append(f"the acceptance rate is {genai_result['acceptance_rate']}, below {arguments.min_acceptance}")
+    rate = genai_result["acceptance_rate"]
+    if rate is None:
+        problems.append("no draft token was proposed, so nothing was checked: give more --max-new-tokens")
+    elif rate < arguments.min_acceptance:
+        problems.append(f"the acceptance rate is {rate}, below {arguments.min_acceptance}")
     engine_result, engine_problems = check(
         "this engine", engine_outputs(arguments, prompts, exact), prompts, references
     )

@@ -15,6 +15,7 @@ import psutil
 import pytest
 from openvino_genai import GenerationConfig
 
+from scripts import device_swap
 from speculative.bench import genai
 from speculative.bench.cluster.child_process import how_it_ended
 from speculative.bench.devices import cell as device_cell
@@ -468,3 +469,11 @@ def test_exit_status_is_described_in_words():
     assert "0xC0000005" in how_it_ended(0xC0000005)
     assert "status 3" in how_it_ended(3)
     assert "memory" in how_it_ended(-9)
+
+
+def test_remark_on_the_draft_length_is_for_shorter_ones_only():
+    """Not for another order of the same ones."""
+    npu = SimpleNamespace(emulated=False)
+    for used, requested, limited in (([2, 6], [6, 2], False), ([7], [7, 7], False), ([2, 7], [2, 9], True)):
+        cell = SimpleNamespace(devices=[npu], draft=npu, job={"draft_lengths": used})
+        assert bool(device_swap.remark(cell, requested)) == limited

@@ -102,6 +102,11 @@ def test_smoke_fails_below_acceptance_floor(run_here, useless):
     assert "acceptance rate" in last_line(process)["problems"][0] and "below 0.3" in process.stdout
 
 
+def test_smoke_names_the_reason_if_nothing_was_drafted(run_here):
+    process = run_here("scripts/smoke.py", DRAFT, DRAFT, "--prompt", "def area(", "--max-new-tokens", "1")
+    assert process.returncode == 1 and "no draft token was proposed" in process.stdout + process.stderr
+
+
 def test_smoke_accepts_own_prompt_and_main_model_as_draft(run_here):
     process = run_here("scripts/smoke.py", DRAFT, DRAFT, "--prompt", "def area(", "--min-acceptance", "1", "-k", "3")
     result = last_line(process)
