@@ -38,7 +38,7 @@ def main():
     settings = arguments.parse(__doc__)
     if not settings.address:  # a cluster may serve at the port already, and has a metrics port of its own
         check_port(settings.host, settings.port, "--port")
-        check_port(settings.host, settings.metrics_port, "--metrics-port")
+        check_port("127.0.0.1", settings.metrics_port, "--metrics-port")  # Ray's, whatever --host is
     listen()
     console.say(f"joining Ray at {settings.address} ..." if settings.address else "starting Ray ...")
     try:

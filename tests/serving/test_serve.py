@@ -537,6 +537,13 @@ def test_port_in_use_is_reported_before_loading(run, server):
     assert f"--port {server.port} at 127.0.0.1 is not available (Address already in use): choose" in done.stderr
 
 
+def test_metrics_port_in_use_is_reported_whatever_the_host(run, server):
+    """Ray's exporter listens at 127.0.0.1."""
+    done = run(PROGRAM, MAIN, DRAFT, "--host", "127.0.0.2", "--metrics-port", server.port)
+    assert done.returncode == 1 and "starting Ray" not in done.stderr
+    assert f"--metrics-port {server.port} at 127.0.0.1 is not available" in done.stderr
+
+
 def test_missing_ray_names_the_install_command():
     program = f"""import runpy, sys
 sys.modules["ray"] = None  # as if it were not there
