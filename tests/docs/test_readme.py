@@ -91,7 +91,8 @@ def as_tested(command):
     if "export_pair.py" in command and "models/embedded" not in command and "--list" not in command:
         before, dashes, after = command.partition(" -- ")
         return f"{before} --dry-run{dashes}{after}"
-    command = command.replace("models/smollm2-135m/", "models/embedded/")  # instead of a download
+    for folder in ("models/smollm2-135m/", "build/smollm2-int8/"):
+        command = command.replace(folder, "models/embedded/")  # instead of a download
     if "scripts/benchmark.py" in command:  # the main model is measured in test_smoke_and_benchmark.py
         command = command.replace("models/embedded/main models/embedded/draft", "models/embedded/draft " * 2)
     command = re.sub("--context [0-9]+", "--context 200", command)
@@ -109,7 +110,7 @@ SERVING = re.compile("serve_pair.py|benchmark_(routing|serving).py|//127.0.0.1:8
 # Commands that run with --long only: their programs run in their own tests, and CI installs as `make demo` does.
 LONG = re.compile(
     r"build/tinyllama|scripts/(benchmark_(batching|costs|routing|serving)|device_swap|smoke|sweep_draft_length).py|\.venv|"
-    r"scripts/benchmark.py models/embedded/main --|scripts/plan_capacity.py models|convert/make_draft.py"
+    r"scripts/benchmark.py models/embedded/main --|scripts/plan_capacity.py (models|build)|convert/make_draft.py"
 )
 
 
