@@ -193,11 +193,11 @@ class BatchDraftLength:
             others = model_users + int(models[chosen].sum())
             more = self._best_requests(survival[due], optimistic, np.ones(len(due), bool), tokens + len(chosen), others)
             chosen += [due[i] for i in more]
-        if first and not chosen and not model_users and self._plain >= self.PROBE_AFTER:
-            can_probe = [i for i, estimate in enumerate(estimates) if estimate.can_use_model]
-            for probe in sorted(can_probe, key=lambda i: estimates[i].plain)[:1]:  # the fewest tokens to catch up
-                estimates[probe].copies = False
-                chosen = [probe]
+        is_due = first and not chosen and not model_users and self._plain >= self.PROBE_AFTER
+        if is_due and (can_probe := [i for i, estimate in enumerate(estimates) if estimate.can_use_model]):
+            probe = min(can_probe, key=lambda i: estimates[i].plain)  # the fewest tokens to catch up
+            estimates[probe].copies = False
+            return [probe]
         return chosen
 
     def update_draft(self, tokens: int, seconds: float, search_seconds: float = 0.0) -> None:
@@ -242,7 +242,8 @@ class BatchDraftLength:
         comparison = self._comparison
         if self._forced:  # it cannot be compared, but the budget for drafting recovers as in a plain iteration
             comparison.budget.update(comparison.plain_change, comparison.plain_change)
-        if not self._num_requests or self._forced or self._compiles:
+            return
+        if not self._num_requests or self._compiles:
             return
         if not self._drafted:
             if not changed:  # after a pass of another size, this one took longer than those of plain decoding

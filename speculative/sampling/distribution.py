@@ -37,13 +37,6 @@ class Distribution:
         self._stop_token_ids = sorted(params.all_stop_token_ids)
         stop = params.stop_token_ids
         self.grammar = params.grammar.state(stop, params.all_stop_token_ids) if params.grammar else None
-        self._may_need_processing = bool(
-            params.min_new_tokens
-            or params.presence_penalty
-            or params.frequency_penalty
-            or params.repetition_penalty != 1
-            or params.logit_bias
-        )
 
     def __call__(
         self,
@@ -61,7 +54,7 @@ class Distribution:
         text, all are allowed.
         """
         params = self._params
-        needs_processing = self._may_need_processing and self._needs_processing(generated)
+        needs_processing = self._needs_processing(generated)
         if targets is not None and (self.grammar or needs_processing):
             logits, targets = _scatter(logits, targets, size, -np.inf), None
         if needs_processing:

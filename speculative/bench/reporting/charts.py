@@ -237,5 +237,5 @@ def _with_engine_id(settings: Drawn | None) -> Drawn:
 
 
 def percent_axis(title: str, low: float, high: float) -> Axis:
-    axis_of_values = axis(title, min(low, 0.9) if low == high == 1 else low, high)
+    axis_of_values = axis(title, 0.9 if low == high == 1 else low, high)
     return axis_of_values._replace(labels=[f"{100 * value:g}" for value in axis_of_values.ticks])

@@ -27,9 +27,8 @@ class Finals:
         chosen = [one.setting for one in candidates[:2]]
         for engine in (GENAI, NATIVE):
             chosen += [one.setting for one in candidates if one.setting.engine == engine][:2]
-        steps = [
-            self.session.with_draft(one.models, GENAI, one.draft, SAMPLE_K) for one in chosen if one.draft
-        ]  # properties' own gain
+        # the gain of the properties alone
+        steps = [self.session.with_draft(one.models, GENAI, one.draft, SAMPLE_K) for one in chosen if one.draft]
         others = [*self.session.alone(), self.session.sample_setting]
         return self.session.possible([self.session.baseline, *others, *steps, *chosen])
 

@@ -106,6 +106,7 @@ class _Stages:
         self.unfinished = folder.work / "unfinished"  # exists while a trained draft is not installed yet
         self.longest = min(options.longest, self.main.shape.max_position_embeddings)
         self.top = min(TOP, self.main.vocabulary)
+        self.compared = {draft: _weights_hash(Path(draft)) for draft in options.compared}
         self.clock = Clock(folder.work / "clock.json", options.minutes)
         self.texts = TextFile(folder.work / "texts.jsonl")
         self.states, self.held_out_states = (
@@ -115,8 +116,7 @@ class _Stages:
     def run(self) -> None:
         finished = self.options.out / "draft.json"
         record = json.loads(finished.read_text(encoding="utf-8")) if finished.exists() else {}
-        compared = {draft: _weights_hash(Path(draft)) for draft in self.options.compared}
-        is_compared = record and compared.items() <= record["verdict"].get("content of --compare", {}).items()
+        is_compared = record and self.compared.items() <= record["verdict"].get("content of --compare", {}).items()
         if is_compared and not self.clock.remaining("training") and not self.unfinished.exists():
             print("\n".join(verdict.lines(record["verdict"])))
             print(f"{self.options.out} is complete; a larger --minutes continues the training")
@@ -244,7 +244,7 @@ class _Stages:
             lambda: bar.update(),
         )
         bar.close()
-        judged["content of --compare"] = {draft: _weights_hash(Path(draft)) for draft in self.options.compared}
+        judged["content of --compare"] = self.compared
         record = self._record(training, judged)
         atomic_write(new / "draft.json", json.dumps(record, indent=2))
         atomic_write(new / "README.md", model_card.card(record))

@@ -18,8 +18,11 @@ from ray.serve.request_router import (
     RunningReplica,
 )
 
+from speculative.serving.ray_serve.body_hashes import CHUNK, PREFIX_BYTES
+
 MAX_HASHES = 50_000  # a router keeps the latest ones
-HASHES = re.compile(r"[0-9a-f]{16}(,[0-9a-f]{16}){0,127}")  # what BeginningReader adds to a request
+# what BeginningReader adds to a request
+HASHES = re.compile(rf"[0-9a-f]{{16}}(,[0-9a-f]{{16}}){{0,{PREFIX_BYTES // CHUNK - 1}}}")
 
 
 class HashTable:
