@@ -307,6 +307,8 @@ class BatchDecoder:
     def _schedule_prefills(self, requests: list[Request], running: int) -> dict[Request, ScheduledTokens]:
         """Schedule prompt tokens, first come, first served, up to the number for which running requests can wait. A
         request waits for blocks of a common prefix that an earlier request computes."""
+        if not requests:
+            return {}
         parts = {}
         for request in requests:
             if request.sequence.needs_prompt_logprobs:  # needs the logits of all its tokens

@@ -15,12 +15,13 @@ from speculative.drafting.budget import ComparisonSchedule, DraftBudget
 from speculative.drafting.combined import CombinedEstimate, Estimate
 from speculative.drafting.latency_curve import TIME_WEIGHT, LatencyCurve, excess
 from speculative.drafting.match_estimate import MatchEstimate
-from speculative.drafting.policy import LONGEST, STEPS, AdaptiveDraftLength
+from speculative.drafting.policy import CHAINS, LONGEST, STEPS, AdaptiveDraftLength
 from speculative.models.paged_model import rounded_up
 from speculative.models.pass_width import PassWidth
 
 MAX_PADDED = 64  # tokens of the widest forward pass that is padded to the size of another one
 SIZES = np.arange(1, MAX_PADDED + 1)
+FIRST, FURTHER = np.minimum(CHAINS, 1), np.maximum(CHAINS - 1, 0)  # drafting rounds of 0, 1, ... tokens
 UNUSED = np.array([rounded_up(n) != n for n in SIZES.tolist()])  # sizes that no forward pass has
 
 
@@ -99,6 +100,8 @@ class BatchDraftLength:
         self._uniform_rate = 0.0  # best rate of drafting for all requests alike
         self._tokens = self._uniform_tokens = 0.0  # recent tokens; and those of drafting for all alike in the same time
         self._seconds = 0.0  # of this iteration so far, by the cost model
+        # in this iteration, of a first and a further drafting round for 0, 1, ... requests
+        self._first_seconds = self._further_seconds = np.zeros(1)
         self._drafted = False  # whether a token was drafted in this iteration
         self._computed = False  # whether the draft model has run in this iteration
         self._only_round: tuple[int, float] | None = None  # its only drafting round: tokens, seconds / expected seconds
@@ -125,11 +128,15 @@ class BatchDraftLength:
         self._num_requests, self._plain_seconds, self._drafting, self._forced = num_requests, 0.0, 0.0, False
         self._compiles = False
         self._comparison = self._comparisons.setdefault(num_requests, Comparison(self._comparison.plain_change))
+        counts = np.arange(max(num_requests, len(estimates)) + 1)
+        self._first_seconds = self.draft(counts)
+        self._further_seconds = np.minimum(self._first_seconds, self.draft_further(counts))
         acceptance = np.array([estimate.mean() for estimate in estimates])
-        n, K = len(estimates), np.arange(LONGEST + 1)
-        gained = num_requests + np.concatenate([[0], np.cumsum(acceptance[:, None] ** STEPS, axis=1).sum(axis=0)])
-        drafting = np.minimum(K, 1) * self.draft(n) + np.maximum(K - 1, 0) * self._further_seconds(n)
-        rates = gained / (self.main(num_requests + n * K) + drafting)
+        n = len(estimates)
+        gained = np.full(LONGEST + 1, float(num_requests))
+        gained[1:] += (acceptance[:, None] ** STEPS).sum(axis=0).cumsum()
+        drafting = FIRST * self._first_seconds[n] + FURTHER * self._further_seconds[n]
+        rates = gained / (self.main(num_requests + n * CHAINS) + drafting)
         self._uniform_rate = float(rates.max())
         self._rate = self._uniform_rate * max(1.0, self._tokens / self._uniform_tokens if self._uniform_tokens else 1.0)
 
@@ -170,7 +177,7 @@ class BatchDraftLength:
         order = np.argsort(-chance, axis=None, kind="stable")[: MAX_PADDED - tokens]  # the most promising first
         step = order % LONGEST
         before = np.tril(step[:, None] == step, -1).sum(axis=1)  # draft tokens that have the same drafting round
-        first_cost, further_cost = (cost(before + 1) - cost(before) for cost in (self.draft, self._further_seconds))
+        first_cost, further_cost = np.diff(self._first_seconds)[before], np.diff(self._further_seconds)[before]
         gains = np.cumsum(chance.ravel()[order] - self._rate * np.where(step, further_cost, first_cost))
         best = np.maximum.accumulate(np.append(0.0, gains))  # by the draft tokens that fit
         seconds = self.main.seconds
@@ -256,10 +263,6 @@ class BatchDraftLength:
         taken = min(seconds, 2 * self._seconds) / self._plain_seconds  # an outlier counts as twice as long
         comparison.observe_drafted(worth, taken)
 
-    def _further_seconds(self, n: np.ndarray | int) -> np.ndarray:
-        """Seconds of a further drafting round: never more than a first one."""
-        return np.minimum(self.draft(n), self.draft_further(n))
-
     def _best_requests(
         self, survival: np.ndarray, acceptance: np.ndarray, models: np.ndarray, tokens: int, model_users: int
     ) -> list[int]:
@@ -267,11 +270,11 @@ class BatchDraftLength:
         gains = survival[order, None] * np.cumsum(acceptance[order, None] ** STEPS, axis=1)  # [texts, steps]
         n = np.arange(1, len(order) + 1)[:, None]
         computed = model_users + models[order].cumsum()[:, None]  # requests that need a forward pass of the draft model
-        further = self._further_seconds(computed) - self._further_seconds(model_users)
-        next_ = further if self._computed else self.draft(computed) - self.draft(model_users)
-        seconds = next_ + (STEPS - 1) * further
+        further = self._further_seconds[computed] - self._further_seconds[model_users]
+        first = self._first_seconds[computed] - self._first_seconds[model_users]
         main_seconds, longest = self._pass_seconds, len(self._pass_seconds) - 1
-        seconds = seconds + main_seconds[np.minimum(tokens + n * STEPS, longest)] - main_seconds[min(tokens, longest)]
+        verify = main_seconds[np.minimum(tokens + n * STEPS, longest)] - main_seconds[min(tokens, longest)]
+        seconds = verify + (STEPS * further if self._computed else first + (STEPS - 1) * further)
         net = gains.cumsum(axis=0) - self._rate * seconds
         num_requests, _ = np.unravel_index(net.argmax(), net.shape)
         return order[: num_requests + 1].tolist() if net.max() > 0 else []

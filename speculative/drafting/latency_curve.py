@@ -9,6 +9,7 @@ import numpy as np
 TIME_WEIGHT = 0.1  # weight of the newest time: load, heat and longer contexts change the costs
 MIN_TIME_WEIGHT = 0.02  # least weight for other numbers of tokens; more for near ones
 KNOTS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048])
+KNOTS_AND_ZERO = np.append(0, KNOTS)
 SIZES = np.arange(KNOTS[-1] + 1)
 
 
@@ -64,7 +65,8 @@ class LatencyCurve:
             slope = (seconds[-1] - seconds[-2]) / (n[-1] - n[-2])
             self._measured += slope * np.maximum(KNOTS - n[-1], 0)
         self._change = np.ones(len(KNOTS))  # learned / measured
-        self.seconds = self._table()
+        self._table: np.ndarray | None = None  # of SIZES, computed when it is needed
+        self._learn()
 
     @overload
     def __call__(self, n: int) -> float: ...
@@ -74,7 +76,14 @@ class LatencyCurve:
 
     def __call__(self, n: np.ndarray | int) -> np.ndarray | float:
         """Seconds of forward passes over n tokens; 0 for n = 0."""
-        return self.seconds[np.minimum(n, KNOTS[-1])]
+        return np.interp(n, KNOTS_AND_ZERO, self._learned)
+
+    @property
+    def seconds(self) -> np.ndarray:
+        """Seconds of forward passes over 0, 1, ... tokens."""
+        if self._table is None:
+            self._table = np.interp(SIZES, KNOTS_AND_ZERO, self._learned)
+        return self._table
 
     def measured(self, n: int) -> float:
         """Seconds of a forward pass over n tokens as measured, before any update."""
@@ -86,17 +95,15 @@ class LatencyCurve:
         if expected > 0:
             self._change -= self.DECAY * np.maximum(self._change - np.interp(n, KNOTS, self._change), 0)
             self._change *= rescaling(_nearness(n), seconds, expected)
-            self.seconds = self._table()
+            self._learn()
 
     def max_tokens(self, seconds: float, other_tokens: int) -> int:
         """Number of tokens that fit into a forward pass of `seconds` besides `other_tokens` tokens."""
         return int(np.count_nonzero(self.seconds[other_tokens + 1 :] <= seconds))
 
-    def _table(self) -> np.ndarray:
-        """Seconds of forward passes over 0, 1, ... tokens."""
-        table = np.interp(SIZES, KNOTS, self._measured * self._change)
-        table[0] = 0.0
-        return table
+    def _learn(self) -> None:
+        self._learned = np.append(0.0, self._measured * self._change)  # of KNOTS_AND_ZERO
+        self._table = None
 
 
 @functools.cache

@@ -39,6 +39,7 @@ class Slot:
         self._length = 0
         self._written = 0  # tokens ever written, rejected ones included
         self._clean_length = capacity  # leading tokens without traces of a rejected one
+        self.version = 0  # increases with each change to what the cache holds
 
     @property
     def vocab_size(self) -> int:
@@ -80,8 +81,10 @@ class Slot:
     def match_prefix(self, tokens: np.ndarray) -> int:
         """Reuse the shared blocks of other sequences for the longest prefix of `tokens` without the last token.
         Returns the number of tokens saved."""
+        if not self._model.shares:
+            return 0
         cached = self.common_prefix(tokens)
-        if not self._model.shares or len(tokens) - cached <= self.block_size:
+        if len(tokens) - cached <= self.block_size:
             return 0
         matched = self._table.match_prefix(tokens[:-1])
         if matched <= cached:
@@ -103,11 +106,13 @@ class Slot:
             raise ValueError(f"{self._table.shared} tokens are shared with other sequences and must not be overwritten")
         if start < self._written and self._model.rollback_leaves_traces:
             self._clean_length = min(self._clean_length, start - start % self.block_size)
+        self.version += 1
         self._length = start
         self._written = max(self._written, end)
 
     def commit(self, start: int, tokens: np.ndarray) -> None:
         """Record that the cache holds `tokens` from `start` on, and nothing after them."""
+        self.version += 1
         self._length = start + len(tokens)
         self._tokens[start : self._length] = tokens
 
@@ -184,31 +189,36 @@ class BatchModel:
     def logits(self, parts: Sequence[ScheduledTokens]) -> list[np.ndarray]:
         """Logits float32 [last, V] of each part, as views that the next call overwrites."""
         runs = []
-        for slot, tokens, last in parts:
-            start = ScheduledTokens(slot, tokens, last).start
+        for part in parts:
+            slot, tokens, last = part
+            start = part.start
             slot.start_write(start, len(tokens))
             runs.append(SequenceInput(slot.blocks(len(tokens)), start, tokens[start:], last))
         width = rounded_up(sum(len(run.tokens) for run in runs))
         logits = self._backend.run_together(runs, width=self.pass_width.width_for(width) if self.pass_width else width)
-        end = 0
+        states, end, end_of_rows, rows = self._backend.hidden_states, 0, 0, []
         for part, run in zip(parts, runs, strict=True):
             part.slot.commit(run.start, run.tokens)
             begin, end = end, end + len(run.tokens)
-            if self._hidden_states is not None and self._backend.hidden_states is not None:
-                entries = self._entries(part.slot, run.start, len(part.tokens))
-                self._hidden_states[entries] = self._backend.hidden_states[begin:end]
-        return np.split(logits, np.cumsum([part.last for part in parts])[:-1])
+            if self._hidden_states is not None and states is not None:
+                self._hidden_states[self._entries(part.slot, run.start, len(part.tokens))] = states[begin:end]
+            begin_of_rows, end_of_rows = end_of_rows, end_of_rows + part.last
+            rows.append(logits[begin_of_rows:end_of_rows])
+        return rows
 
     def hidden_states(self, slot: Slot, start: int, end: int) -> np.ndarray:
         """The hidden states float32 [end - start, size] of the cached tokens from `start` to `end`."""
         assert self._hidden_states is not None
         return self._hidden_states[self._entries(slot, start, end)]
 
-    def _entries(self, slot: Slot, start: int, end: int) -> np.ndarray:
-        """Where the blocks hold the tokens from `start` to `end`: int64 [end - start]."""
+    def _entries(self, slot: Slot, start: int, end: int) -> np.ndarray | slice:
+        """Where the blocks hold the tokens from `start` to `end`: int64 [end - start], or a range."""
+        size, blocks = self.pool.block_size, slot.blocks(end)
+        if start // size == (end - 1) // size:
+            offset = (int(blocks[-1]) - (end - 1) // size) * size
+            return slice(start + offset, end + offset)
         positions = np.arange(start, end)
-        size = self.pool.block_size
-        return slot.blocks(end)[positions // size].astype(np.int64) * size + positions % size
+        return blocks[positions // size].astype(np.int64) * size + positions % size
 
 
 def _rollback_leaves_traces(model: CachedModel | EagleHead) -> bool:

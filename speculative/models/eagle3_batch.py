@@ -1,14 +1,22 @@
 """EAGLE-3 head for many sequences in one forward pass: a `BatchModel` that reads hidden states of the main model."""
 
 from collections.abc import Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 
 from speculative.models.batch_model import BatchModel, ScheduledTokens, Slot
 from speculative.models.block_pool import BlockTable
-from speculative.models.eagle3_head import EagleHead, Entries
+from speculative.models.eagle3_head import MIN_PASS, EagleHead, Entries
 from speculative.models.paged_model import SequenceInput
+
+
+class Missing(NamedTuple):
+    """What a sequence's next logits need: ranges (start, end) of entries. The main model has the hidden states of the
+    first `num_known`."""
+
+    num_known: int
+    spans: list[tuple[int, int]]
 
 
 class HeadSlot(Slot):
@@ -19,15 +27,24 @@ class HeadSlot(Slot):
         self.targets = model.targets
         self.main = main
         self.entries = Entries(capacity)
+        self._missing: tuple[bytes, int, Missing] = b"", -1, Missing(0, [])  # the last one: of tokens, main.version
 
-    def num_known(self, tokens: np.ndarray) -> int:
-        """The number of entries for `tokens` whose hidden state the main model has."""
-        return min(self.main.common_prefix(tokens), len(tokens) - 1)
+    def missing(self, tokens: np.ndarray) -> "Missing":
+        """What the logits after `tokens` need."""
+        key = tokens.tobytes()
+        if self._missing[:2] != (key, self.main.version):
+            num_known = min(self.main.common_prefix(tokens), len(tokens) - 1)
+            self._missing = key, self.main.version, Missing(num_known, self.entries.missing(tokens, num_known))
+        return self._missing[2]
+
+    def cut(self, start: int) -> None:
+        """Count no entry from `start` on as cached."""
+        self._missing = b"", -1, Missing(0, [])
+        self.entries.cut(start)
 
     def common_prefix(self, tokens: np.ndarray) -> int:
         """`tokens` less those to compute."""
-        spans = self.entries.missing(tokens, self.num_known(tokens))
-        return len(tokens) - sum(end - start for start, end in spans)
+        return len(tokens) - sum(end - start for start, end in self.missing(tokens).spans)
 
 
 class BatchHead(BatchModel):
@@ -46,25 +63,30 @@ class BatchHead(BatchModel):
         return HeadSlot(self.pool.reserve(tokens, salt), tokens, self, main)
 
     def logits(self, parts: Sequence[ScheduledTokens]) -> list[np.ndarray]:
-        """Logits float32 [1, draft vocabulary] after the tokens of each part, of the `targets`."""
+        """Logits float32 [1, draft vocabulary] after the tokens of each part, of the `targets`, as views that the next
+        call overwrites."""
         slots, texts = [cast(HeadSlot, part.slot) for part in parts], [part.tokens for part in parts]
-        num_known = [slot.num_known(tokens) for slot, tokens in zip(slots, texts, strict=True)]
-        logits = [np.zeros((1, len(self.targets)), np.float32) for _ in parts]
-        missing = {i: slot.entries.missing(texts[i], num_known[i]) for i, slot in enumerate(slots)}
+        logits = [np.zeros((0, len(self.targets)), np.float32) for _ in parts]
+        needed = [slot.missing(tokens) for slot, tokens in zip(slots, texts, strict=True)]
+        missing = {i: list(spans) for i, (_, spans) in enumerate(needed)}
         while missing := {i: spans for i, spans in missing.items() if spans}:  # once, unless an iteration has failed
+            logits = [rows.copy() for rows in logits]  # the next forward pass overwrites them
             spans = {i: rest.pop(0) for i, rest in missing.items()}
             runs, states = [], []
             for i, (start, end) in spans.items():
-                slots[i].entries.cut(start)
+                slots[i].cut(start)
                 runs.append(SequenceInput(slots[i].blocks(end), start, texts[i][start + 1 : end + 1], 1))
                 by_head = slots[i].entries.hidden
-                states.append(self._main.hidden_states(slots[i].main, start, end) if end <= num_known[i] else by_head)
-            rows = self._backend.run_together(runs, np.concatenate(states))
+                states.append(
+                    self._main.hidden_states(slots[i].main, start, end) if end <= needed[i].num_known else by_head
+                )
+            rows = self._backend.run_together(runs, np.concatenate(states), width=MIN_PASS)
             own_states = self._backend.hidden_states
             assert own_states is not None
             last = -1
             for row, (i, (start, end)) in zip(rows, spans.items(), strict=True):
                 last += end - start
-                slots[i].entries.commit(texts[i], start, end, own_states[last : last + 1], verified=end <= num_known[i])
-                logits[i][0] = row[self._order]
+                is_known = end <= needed[i].num_known
+                slots[i].entries.commit(texts[i], start, end, own_states[last : last + 1], verified=is_known)
+                logits[i] = row[np.newaxis, self._order]
         return logits

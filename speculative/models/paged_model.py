@@ -7,6 +7,7 @@ The block table is an input too, so one forward pass can hold several sequences,
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +29,23 @@ class SequenceInput(NamedTuple):
     start: int
     tokens: np.ndarray
     last: int
+
+
+@dataclass
+class Batch:
+    """The inputs of `run_together` for sequences of certain sizes; those not set in each run depend on these only."""
+
+    sizes: tuple[tuple[int, int, int], ...]  # of each sequence: tokens, logits, blocks
+    width: int
+    ids: np.ndarray  # without padding, as `blocks` and `hidden`
+    blocks: np.ndarray
+    hidden: np.ndarray | None
+    past: np.ndarray  # of each sequence, those of padding included
+    positions: np.ndarray
+    offsets: np.ndarray  # of each token in the tokens of its sequence
+    sequence: np.ndarray  # of each token, its index
+    padding: int  # most tokens in a sequence of padding
+    rows: int  # logits, without padding
 
 
 class PagedModel:
@@ -62,7 +80,6 @@ class PagedModel:
                 for port in compiled.outputs
             ]
             self._output_views = list(self._outputs)  # of it, what the last run wrote
-        self._padding_block = np.array([self.blocks], np.int32)  # an extra block for padding
         self.cache_bytes = 0
         self._caches: list[np.ndarray] = []  # bytes by block, of each layer's keys and values
         self._used = 0  # leading blocks that were written since the last `clear`
@@ -82,7 +99,8 @@ class PagedModel:
         self._longest = self._set_shared_input("max_context_len", np.zeros((), np.int32))
         self._attend_to_all()
         self._all_blocks = np.arange(self.blocks, dtype=np.int32)
-        self._batch_inputs: dict[str, np.ndarray] = {}  # the inputs of the last run, if it was `run_together`
+        self._batch: Batch | None = None  # the inputs of the last run, if it was `run_together`
+        self._batch_inputs: dict[str, np.ndarray] = {}  # the arrays of its inputs
         self._shape: tuple[int, int, int, int] | None = None  # tokens, last, padding, blocks of the last `run`
 
     def _zeros(self, shape: ov.Shape, element_type: ov.Type) -> np.ndarray:
@@ -158,40 +176,26 @@ class PagedModel:
         Returns logits float32 [sum of last, V], in order, as a view that the next run overwrites. `run` uses the first
         blocks of the cache for its sequence, so calling it overwrites sequences in these blocks.
         """
-        if any(len(run.blocks) * self.block_size < run.start + len(run.tokens) for run in runs):
+        sizes = tuple((len(run.tokens), run.last, -(-(run.start + len(run.tokens)) // self.block_size)) for run in runs)
+        if any(len(run.blocks) < blocks for run, (_, _, blocks) in zip(runs, sizes, strict=True)):
             raise ValueError("a sequence is longer than its blocks")  # OpenVINO would write out of bounds
-        tokens = sum(len(run.tokens) for run in runs)
-        rows = sum(run.last for run in runs)
-        padding = np.zeros(max(rounded_up(tokens), width) - tokens, np.int64)
-        parts = (padding[i : i + self.block_size] for i in range(0, len(padding), self.block_size))
-        runs = [*runs, *(SequenceInput(self._padding_block, 0, part, 0) for part in parts)]
-        counts = np.array([len(run.tokens) for run in runs])
-        past = np.array([run.start for run in runs], np.int32)
-        blocks = [run.blocks[: -(-(run.start + n) // self.block_size)] for run, n in zip(runs, counts, strict=True)]
-        ends = counts.cumsum()
+        if self._batch is None or (sizes, width) != (self._batch.sizes, self._batch.width):
+            self._set_batch(sizes, width)
+        batch = self._batch
+        assert batch is not None
+        np.concatenate([run.tokens for run in runs], out=batch.ids)
+        batch.past[: len(runs)] = [run.start for run in runs]
+        np.add(batch.offsets, batch.past[batch.sequence], out=batch.positions)
+        np.concatenate([run.blocks[:n] for run, (_, _, n) in zip(runs, sizes, strict=True)], out=batch.blocks)
+        if batch.hidden is not None:
+            batch.hidden[:] = 0 if hidden_states is None else hidden_states
+        self._longest[()] = max(batch.padding, max(run.start + len(run.tokens) for run in runs))
         self._used = self.blocks + 1
-        logit_positions = [np.arange(end - run.last, end) for run, end in zip(runs, ends, strict=True)]
-        logit_positions.append(np.zeros(rounded_up(rows) - rows, np.int64))
-        self._shape = None
         if self._has_leaves:
             self._attend_to_all()
-        self._set_batch_input("input_ids", np.concatenate([run.tokens for run in runs]))
-        if self._hidden_size:
-            states = np.zeros((ends[-1], 1, self._hidden_size), np.float32)
-            if hidden_states is not None:
-                states[:tokens, 0] = hidden_states
-            self._set_batch_input("hidden_states", states)
-        self._set_batch_input("position_ids", np.arange(ends[-1]) + np.repeat(past - (ends - counts), counts))
-        self._set_batch_input("past_lens", past)
-        self._set_batch_input("subsequence_begins", _from_zero(ends))
-        self._set_batch_input("block_indices", np.concatenate(blocks))
-        self._set_batch_input("block_indices_begins", _from_zero(np.cumsum([len(ids) for ids in blocks])))
-        self._set_batch_input("logits_positions", np.concatenate(logit_positions))
-        self._longest[()] = (past + counts).max()
-        self._set_outputs(ends[-1], rounded_up(rows))
         self._request.start_async()
         self._request.wait()
-        return self._output(0)[:rows]
+        return self._output(0)[: batch.rows]
 
     def _attend_to_parents(self, n: int, parents: Sequence[int]) -> None:
         """Let each leaf, the last of n tokens, attend only to its parent, what that attends to, and itself."""
@@ -215,14 +219,61 @@ class PagedModel:
         self._request.set_input_tensor(self._index[name], tensor)
         return array
 
-    def _set_batch_input(self, name: str, values: np.ndarray) -> None:
-        """Set an input of `run_together`; allocates a new array only if the shape changed."""
+    def _set_batch(self, sizes: tuple[tuple[int, int, int], ...], width: int) -> None:
+        """Allocate the inputs of `run_together` for sequences of these `sizes`, and set those that depend on sizes
+        only."""
+        self._shape = self._batch = None  # until all is set: Ctrl-C may come in between
+        counts, rows, blocks = (list(column) for column in zip(*sizes, strict=True))
+        tokens, num_blocks = sum(counts), sum(blocks)
+        padding = max(rounded_up(tokens), width) - tokens
+        parts = [min(self.block_size, padding - i) for i in range(0, padding, self.block_size)]
+        begins = _from_zero([*counts, *parts])
+        counts += parts
+        ends = np.array(begins[1:])
+        sequence = np.repeat(np.arange(len(counts)), counts)
+
+        ids = self._batch_input("input_ids", (len(sequence),), np.int64)
+        ids[tokens:] = 0
+        hidden = None
+        if self._hidden_size:
+            hidden = self._batch_input("hidden_states", (len(sequence), 1, self._hidden_size), np.float32)
+            hidden[tokens:] = 0
+        past = self._batch_input("past_lens", (len(counts),), np.int32)
+        past[len(sizes) :] = 0
+        positions = self._batch_input("position_ids", (len(sequence),), np.int64)
+        block_ids = self._batch_input("block_indices", (num_blocks + len(parts),), np.int32)
+        block_ids[num_blocks:] = self.blocks  # an extra block for padding
+        self._batch_input("subsequence_begins", begins.shape, np.int32)[:] = begins
+        begins_of_blocks = _from_zero([*blocks, *(1 for _ in parts)])
+        self._batch_input("block_indices_begins", begins_of_blocks.shape, np.int32)[:] = begins_of_blocks
+        places = [np.arange(end - last, end) for end, last in zip(ends, rows, strict=False)]
+        positions_of_logits = self._batch_input("logits_positions", (rounded_up(sum(rows)),), np.int64)
+        positions_of_logits[: sum(rows)] = np.concatenate(places)
+        positions_of_logits[sum(rows) :] = 0
+        self._set_outputs(len(sequence), len(positions_of_logits))
+
+        offsets = np.arange(len(sequence)) - begins[sequence]
+        self._batch = Batch(
+            sizes,
+            width,
+            ids[:tokens],
+            block_ids[:num_blocks],
+            None if hidden is None else hidden[:tokens, 0],
+            past,
+            positions,
+            offsets,
+            sequence,
+            max(parts, default=0),
+            sum(rows),
+        )
+
+    def _batch_input(self, name: str, shape: tuple[int, ...], dtype: type) -> np.ndarray:
+        """The array of an input of `run_together`; a new one only if the shape changed."""
         array = self._batch_inputs.pop(name, None)  # missing until it is set: Ctrl-C may come in between
-        if array is not None and array.shape == values.shape:
-            array[:] = values
-        else:
-            array = self._set_shared_input(name, values)
+        if array is None or array.shape != shape:
+            array = self._set_shared_input(name, np.zeros(shape, dtype))
         self._batch_inputs[name] = array
+        return array
 
     def _set_outputs(self, n: int, rows: int) -> None:
         """Let the next run write the logits of `rows` tokens, and hidden states of n, to shared memory: to ask OpenVINO
@@ -252,6 +303,7 @@ class PagedModel:
     def _set_shapes(self, n: int, last: int, padding: int, blocks: int) -> None:
         """Allocate the inputs whose shape differs from the last run's, and set those that depend on shapes only."""
         if self._shape is None:
+            self._batch = None
             self._batch_inputs.clear()
             self._past = self._set_shared_input("past_lens", np.zeros(1, np.int32))
             self._span = self._set_shared_input("subsequence_begins", np.zeros(2, np.int32))
@@ -293,5 +345,6 @@ def rounded_up(n: int) -> int:
     return -(-n // step) * step
 
 
-def _from_zero(ends: np.ndarray) -> np.ndarray:
-    return np.concatenate(([0], ends)).astype(np.int32)
+def _from_zero(counts: list[int]) -> np.ndarray:
+    """Where each of these parts begins, and the end of the last one."""
+    return np.cumsum([0, *counts], dtype=np.int32)

@@ -693,12 +693,13 @@ def rollback_that_leaves_one_token(patch, room=MAIN_ROOM):
 
 
 def positions_continue_across_sequences(patch):
-    put = PagedModel._set_batch_input
+    set_batch = PagedModel._set_batch
 
-    def wrong(self, name, values):
-        put(self, name, np.arange(len(values)) + values[0] if name == "position_ids" else values)
+    def wrong(self, sizes, width):
+        set_batch(self, sizes, width)
+        self._batch.offsets = np.arange(len(self._batch.offsets))
 
-    patch.setattr(PagedModel, "_set_batch_input", wrong)
+    patch.setattr(PagedModel, "_set_batch", wrong)
 
 
 def stale_draft_cache(patch):
