@@ -176,7 +176,10 @@ class BatchDraftLength:
         chance = acceptance[:, None] ** STEPS  # [requests, steps]
         order = np.argsort(-chance, axis=None, kind="stable")[: MAX_PADDED - tokens]  # the most promising first
         step = order % LONGEST
-        before = np.tril(step[:, None] == step, -1).sum(axis=1)  # draft tokens that have the same drafting round
+        before, rounds = [], [0] * LONGEST  # draft tokens that have the same drafting round
+        for i in step.tolist():
+            before.append(rounds[i])
+            rounds[i] += 1
         first_cost, further_cost = np.diff(self._first_seconds)[before], np.diff(self._further_seconds)[before]
         gains = np.cumsum(chance.ravel()[order] - self._rate * np.where(step, further_cost, first_cost))
         best = np.maximum.accumulate(np.append(0.0, gains))  # by the draft tokens that fit

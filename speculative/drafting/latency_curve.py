@@ -1,6 +1,7 @@
 """Latency of a forward pass by its number of tokens: measured once, then updated while decoding."""
 
 import functools
+from bisect import bisect_right
 from collections.abc import Mapping
 from typing import overload
 
@@ -9,7 +10,7 @@ import numpy as np
 TIME_WEIGHT = 0.1  # weight of the newest time: load, heat and longer contexts change the costs
 MIN_TIME_WEIGHT = 0.02  # least weight for other numbers of tokens; more for near ones
 KNOTS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048])
-KNOTS_AND_ZERO = np.append(0, KNOTS)
+BOUNDS = [0, *KNOTS.tolist()]
 SIZES = np.arange(KNOTS[-1] + 1)
 
 
@@ -60,11 +61,12 @@ class LatencyCurve:
     def __init__(self, measured: Mapping[int, float]):
         """`measured` maps numbers of tokens, including 1, to seconds; extrapolated linearly beyond the largest."""
         n, seconds = monotone(measured)
-        self._measured = np.interp(KNOTS, n, seconds)
+        measured_knots = np.interp(KNOTS, n, seconds)
         if len(n) > 1:
             slope = (seconds[-1] - seconds[-2]) / (n[-1] - n[-2])
-            self._measured += slope * np.maximum(KNOTS - n[-1], 0)
-        self._change = np.ones(len(KNOTS))  # learned / measured
+            measured_knots += slope * np.maximum(KNOTS - n[-1], 0)
+        self._measured: list[float] = measured_knots.tolist()
+        self._change = [1.0] * len(KNOTS)  # learned / measured
         self._table: np.ndarray | None = None  # of SIZES, computed when it is needed
         self._learn()
 
@@ -76,25 +78,33 @@ class LatencyCurve:
 
     def __call__(self, n: np.ndarray | int) -> np.ndarray | float:
         """Seconds of forward passes over n tokens; 0 for n = 0."""
-        return np.interp(n, KNOTS_AND_ZERO, self._learned)
+        if isinstance(n, np.ndarray):
+            return np.interp(n, BOUNDS, self._learned)
+        return _interpolate(n, self._learned)
 
     @property
     def seconds(self) -> np.ndarray:
         """Seconds of forward passes over 0, 1, ... tokens."""
         if self._table is None:
-            self._table = np.interp(SIZES, KNOTS_AND_ZERO, self._learned)
+            self._table = np.interp(SIZES, BOUNDS, self._learned)
         return self._table
 
     def measured(self, n: int) -> float:
         """Seconds of a forward pass over n tokens as measured, before any update."""
-        return float(np.interp(n, KNOTS, self._measured))
+        return _interpolate(n, [0.0, *self._measured])
 
     def update(self, n: int, seconds: float) -> None:
-        """Record a forward pass over n tokens. Outliers count as at most twice the expected time."""
+        """Record a forward pass over n tokens. Outliers count as at most twice the expected time.
+
+        Plain numbers instead of arrays: the main model has evicted the code of numpy's functions from the CPU caches.
+        """
         expected = self(n)
         if expected > 0:
-            self._change -= self.DECAY * np.maximum(self._change - np.interp(n, KNOTS, self._change), 0)
-            self._change *= rescaling(_nearness(n), seconds, expected)
+            here, relative = _interpolate(n, [1.0, *self._change]), excess(seconds, expected)
+            self._change = [
+                (change - self.DECAY * max(change - here, 0.0)) * (1 + weight * relative)
+                for change, weight in zip(self._change, _weights(n), strict=True)
+            ]
             self._learn()
 
     def max_tokens(self, seconds: float, other_tokens: int) -> int:
@@ -102,11 +112,22 @@ class LatencyCurve:
         return int(np.count_nonzero(self.seconds[other_tokens + 1 :] <= seconds))
 
     def _learn(self) -> None:
-        self._learned = np.append(0.0, self._measured * self._change)  # of KNOTS_AND_ZERO
+        learned = [seconds * change for seconds, change in zip(self._measured, self._change, strict=True)]
+        self._learned = [0.0, *learned]  # of BOUNDS
         self._table = None
 
 
+def _interpolate(n: int, values: list[float]) -> float:
+    """The value at n between those of BOUNDS; beyond the last one, that of the last one."""
+    right = bisect_right(BOUNDS, n)
+    if right == len(BOUNDS):
+        return values[-1]
+    left = BOUNDS[right - 1]
+    return values[right - 1] + (values[right] - values[right - 1]) * (n - left) / (BOUNDS[right] - left)
+
+
 @functools.cache
-def _nearness(n: int) -> np.ndarray:
-    """The nearness of KNOTS to n."""
-    return 0.25 ** np.abs(np.log2(KNOTS / n))
+def _weights(n: int) -> list[float]:
+    """The weights of a pass over n tokens for KNOTS: by their nearness to n."""
+    weights: list[float] = np.maximum(TIME_WEIGHT * 0.25 ** np.abs(np.log2(KNOTS / n)), MIN_TIME_WEIGHT).tolist()
+    return weights

@@ -8,6 +8,7 @@ The block table is an input too, so one forward pass can hold several sequences,
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -227,10 +228,9 @@ class PagedModel:
         tokens, num_blocks = sum(counts), sum(blocks)
         padding = max(rounded_up(tokens), width) - tokens
         parts = [min(self.block_size, padding - i) for i in range(0, padding, self.block_size)]
-        begins = _from_zero([*counts, *parts])
         counts += parts
-        ends = np.array(begins[1:])
-        sequence = np.repeat(np.arange(len(counts)), counts)
+        begins = list(accumulate(counts, initial=0))
+        sequence = [i for i, n in enumerate(counts) for _ in range(n)]
 
         ids = self._batch_input("input_ids", (len(sequence),), np.int64)
         ids[tokens:] = 0
@@ -243,16 +243,15 @@ class PagedModel:
         positions = self._batch_input("position_ids", (len(sequence),), np.int64)
         block_ids = self._batch_input("block_indices", (num_blocks + len(parts),), np.int32)
         block_ids[num_blocks:] = self.blocks  # an extra block for padding
-        self._batch_input("subsequence_begins", begins.shape, np.int32)[:] = begins
-        begins_of_blocks = _from_zero([*blocks, *(1 for _ in parts)])
-        self._batch_input("block_indices_begins", begins_of_blocks.shape, np.int32)[:] = begins_of_blocks
-        places = [np.arange(end - last, end) for end, last in zip(ends, rows, strict=False)]
-        positions_of_logits = self._batch_input("logits_positions", (rounded_up(sum(rows)),), np.int64)
-        positions_of_logits[: sum(rows)] = np.concatenate(places)
-        positions_of_logits[sum(rows) :] = 0
-        self._set_outputs(len(sequence), len(positions_of_logits))
+        self._batch_input("subsequence_begins", (len(begins),), np.int32)[:] = begins
+        blocks += [1] * len(parts)
+        self._batch_input("block_indices_begins", (len(begins),), np.int32)[:] = list(accumulate(blocks, initial=0))
+        places = [place for end, last in zip(begins[1:], rows, strict=False) for place in range(end - last, end)]
+        logits_positions = self._batch_input("logits_positions", (rounded_up(len(places)),), np.int64)
+        logits_positions[: len(places)] = places
+        logits_positions[len(places) :] = 0
+        self._set_outputs(len(sequence), len(logits_positions))
 
-        offsets = np.arange(len(sequence)) - begins[sequence]
         self._batch = Batch(
             sizes,
             width,
@@ -261,10 +260,10 @@ class PagedModel:
             None if hidden is None else hidden[:tokens, 0],
             past,
             positions,
-            offsets,
-            sequence,
+            np.array([offset for n in counts for offset in range(n)]),
+            np.array(sequence),
             max(parts, default=0),
-            sum(rows),
+            len(places),
         )
 
     def _batch_input(self, name: str, shape: tuple[int, ...], dtype: type) -> np.ndarray:
@@ -343,8 +342,3 @@ def rounded_up(n: int) -> int:
     16. OpenVINO compiles kernels for each size, 0.1 to 0.2 MB, and caches thousands of them."""
     step = 1 << min(max((n - 1).bit_length() - 4, 0), 4)
     return -(-n // step) * step
-
-
-def _from_zero(counts: list[int]) -> np.ndarray:
-    """Where each of these parts begins, and the end of the last one."""
-    return np.cumsum([0, *counts], dtype=np.int32)
