@@ -12,7 +12,7 @@ from speculative.models.eagle3_batch import HeadSlot
 from speculative.models.eagle3_head import EagleHead
 from speculative.sampling.grammar import NothingAllowed
 from speculative.sampling.proposal import Proposal
-from speculative.sampling.rejection_sampling import Probabilities, draw
+from speculative.sampling.rejection_sampling import OneHot, Probabilities, draw
 
 
 class Transform(Protocol):
@@ -82,7 +82,10 @@ class DraftModelProposer:
             indices = top_tokens(logits, n, without=index())
             return indices if targets is None else targets[indices].tolist()
 
-        return Proposal(token, q, lambda: softmax_at(logits, index()), alternatives)
+        def confidence() -> float:
+            return softmax_at(logits, index()) if isinstance(q, OneHot) else float(q[token])
+
+        return Proposal(token, q, confidence, alternatives)
 
     def reset(self) -> None:
         if not isinstance(self.model, Slot):  # a slot belongs to one sequence
