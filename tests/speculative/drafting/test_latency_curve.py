@@ -15,6 +15,16 @@ def test_costs_of_unmeasured_sizes_are_interpolated_linearly():
     assert costs(2) == pytest.approx(22, rel=0.05)
 
 
+def test_one_number_of_tokens_costs_as_much_as_in_an_array():
+    """Before and after updates, between and beyond the measured sizes."""
+    costs = LatencyCurve({1: 10.0, 2: 11.0, 100: 80.0})
+    n = np.arange(0, 2200, 7)
+    for size, seconds in ((1, 12.0), (40, 20.0), (300, 900.0)):
+        costs.update(size, seconds)
+        assert [costs(i) for i in n.tolist()] == pytest.approx(costs(n).tolist())
+        assert costs.seconds[:2049:7] == pytest.approx(costs(n[n < 2049]))
+
+
 def test_more_tokens_never_cost_less():
     assert LatencyCurve({1: 10.0, 2: 9.0, 4: 13.0})(np.array([1, 2, 3])).tolist() == [9, 9, 11]
 

@@ -134,6 +134,9 @@ def test_tokens_outside_draft_vocabulary_have_probability_0(folders):
     assert sorted([proposal.token, *others]) == KNOWN.tolist()
     likely = np.asarray(proposal.q)[others]
     assert (np.diff(likely) <= 0).all() and proposal.confidence() == pytest.approx(proposal.q[proposal.token])
+    greedy = decoder._sequence(tokens, GenerationConfig(max_new_tokens=4))
+    best = decoder.draft.propose(tokens, greedy.distribution, decoder._random)
+    assert best.q[best.token] == 1 and best.confidence() == pytest.approx(proposal.q[best.token])
 
 
 def test_greedy_text_equals_main_model_alone(folders):

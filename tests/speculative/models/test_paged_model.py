@@ -30,6 +30,31 @@ def test_single_and_joint_forward_passes_can_alternate(backend):
     assert not np.allclose(alone["one"][-1], alone["other"][-1], atol=0.01)
 
 
+def test_joint_forward_passes_of_the_same_sizes_read_what_is_given(backend):
+    """Other tokens, positions and blocks than in the pass before; passes of other sizes in between."""
+    random = np.random.default_rng(1)
+    texts = random.integers(0, VOCABULARY, (2, 40))
+    expected = [backend.run(0, text, 40).copy() for text in texts]
+    blocks = {0: np.array([1, 0], np.int32), 1: np.array([3, 2], np.int32)}
+
+    def together(parts, width=0):
+        """Logits after the tokens from `start` to `end` of each text, compared with those of the text alone."""
+        runs = [SequenceInput(blocks[i], start, texts[i][start:end], end - start) for i, start, end in parts]
+        rows = backend.run_together(runs, width=width)
+        alone = [expected[i][start:end] for i, start, end in parts]
+        np.testing.assert_allclose(rows, np.concatenate(alone), rtol=1e-4, atol=1e-4)
+
+    together([(0, 0, 20), (1, 0, 20)])
+    together([(1, 0, 20), (0, 0, 20)])
+    for start in (20, 23, 26, 29):
+        together([(0, start, start + 2), (1, start, start + 3)], width=8)
+        together([(0, start + 2, start + 3)])
+    for i in (1, 0):
+        together([(i, 30, 32)], width=4)  # the end of a block
+        together([(i, 32, 34)], width=4)
+        together([(i, 34, 36)], width=4)
+
+
 def test_padding_has_no_logits_and_does_not_change_others(backend):
     """Passes of one size, of which more and fewer tokens are padding: tokens of earlier passes."""
     text = np.array([1, 5, 2, 6, 3, 0])
