@@ -29,7 +29,7 @@ class HeadSlot(Slot):
         self.entries = Entries(capacity)
         self._missing: tuple[bytes, int, Missing] = b"", -1, Missing(0, [])  # the last one: of tokens, main.version
 
-    def missing(self, tokens: np.ndarray) -> "Missing":
+    def missing(self, tokens: np.ndarray) -> Missing:
         """What the logits after `tokens` need."""
         key = tokens.tobytes()
         if self._missing[:2] != (key, self.main.version):
