@@ -19,9 +19,9 @@ def excess(seen: float, expected: float) -> float:
     return min(max(seen / expected, 0.5), 2.0) - 1 if expected else 0.0
 
 
-def rescaling(nearness: np.ndarray, seen: float, expected: float, weight: float = TIME_WEIGHT) -> np.ndarray:
-    """Factors by which a measured time changes costs, by their `nearness` to it, from 0 to 1 (its own)."""
-    return 1 + np.maximum(weight * nearness, MIN_TIME_WEIGHT) * excess(seen, expected)
+def time_weights(nearness: np.ndarray, weight: float = TIME_WEIGHT) -> np.ndarray:
+    """The weights of a measured time for costs, by their `nearness` to it, from 0 to 1 (its own)."""
+    return np.maximum(weight * nearness, MIN_TIME_WEIGHT)
 
 
 def monotone(measured: Mapping[int, float]) -> tuple[list[int], np.ndarray]:
@@ -48,7 +48,7 @@ class LatencyTable:
 
     def update(self, n: int, seconds: float, weight: float = TIME_WEIGHT) -> None:
         """Record the time of n tokens. Outliers count as at most twice the expected time."""
-        self.seconds *= rescaling(self._nearness[n], seconds, float(self.seconds[n]), weight)
+        self.seconds *= 1 + time_weights(self._nearness[n], weight) * excess(seconds, float(self.seconds[n]))
         # Fewer tokens never cost more: lowers sizes that were measured under load and have not been seen since.
         np.minimum(self.seconds[:n], self.seconds[n], out=self.seconds[:n])
 
@@ -129,5 +129,5 @@ def _interpolate(n: int, values: list[float]) -> float:
 @functools.cache
 def _weights(n: int) -> list[float]:
     """The weights of a pass over n tokens for KNOTS: by their nearness to n."""
-    weights: list[float] = np.maximum(TIME_WEIGHT * 0.25 ** np.abs(np.log2(KNOTS / n)), MIN_TIME_WEIGHT).tolist()
+    weights: list[float] = time_weights(0.25 ** np.abs(np.log2(KNOTS / n))).tolist()
     return weights

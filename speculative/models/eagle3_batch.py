@@ -27,19 +27,19 @@ class HeadSlot(Slot):
         self.targets = model.targets
         self.main = main
         self.entries = Entries(capacity)
-        self._missing: tuple[bytes, int, Missing] = b"", -1, Missing(0, [])  # the last one: of tokens, main.version
+        self._missing: tuple[bytes, int, Missing] | None = None  # the last one: of tokens, main.version
 
     def missing(self, tokens: np.ndarray) -> Missing:
         """What the logits after `tokens` need."""
         key = tokens.tobytes()
-        if self._missing[:2] != (key, self.main.version):
+        if self._missing is None or self._missing[:2] != (key, self.main.version):
             num_known = min(self.main.common_prefix(tokens), len(tokens) - 1)
             self._missing = key, self.main.version, Missing(num_known, self.entries.missing(tokens, num_known))
         return self._missing[2]
 
     def cut(self, start: int) -> None:
         """Count no entry from `start` on as cached."""
-        self._missing = b"", -1, Missing(0, [])
+        self._missing = None
         self.entries.cut(start)
 
     def common_prefix(self, tokens: np.ndarray) -> int:
