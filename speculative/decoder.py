@@ -284,6 +284,7 @@ class Decoder:
             self._draft_from_two_sources(sequence, policy, self.draft)
             return None
         decides_by_proposal, confidence = isinstance(policy, LookupDraftLength), None
+        begin = time.perf_counter()
         while True:
             if (
                 sequence.draft_forced()
@@ -307,6 +308,9 @@ class Decoder:
                     self.main.pass_width.plan_one()  # not the pass that was planned with draft tokens
                 break
             self._add_draft_token(sequence, policy, proposal)
+            end = time.perf_counter()
+            policy.observe_step(end - begin)
+            begin = end
         return None
 
     @staticmethod
@@ -342,8 +346,10 @@ class Decoder:
             proposal = match if copies else draft.draft_model.propose(*inputs)
             if proposal is None:
                 break
+            if not copies:
+                policy.observe_step(time.perf_counter() - begin)
             if combined_policy:
-                combined_policy.draft(proposal, copies, time.perf_counter() - begin)
+                combined_policy.draft(proposal, copies)
             self._add_draft_token(sequence, policy, proposal)
             confidence, copied = proposal.confidence, copied or copies
 

@@ -1,7 +1,5 @@
 """Acceptance of draft tokens: the probability that the main model accepts one, learned from verified tokens."""
 
-import numpy as np
-
 
 class AcceptanceEstimate:
     """Learns the acceptance probability of a draft token, given that those before it were accepted.
@@ -36,8 +34,9 @@ class AcceptanceEstimate:
         self._prior_weight = 0.0 if prior_decays else self.PRIOR  # constant weight of the prior
         self._all_judged = self.PRIOR - self._prior_weight
         self._all_accepted = self._all_judged * prior
-        self._judged = np.zeros(self.BINS)
-        self._accepted = np.zeros(self.BINS)
+        # by confidence bin; plain numbers: the main model has evicted the code of numpy's functions from the CPU caches
+        self._judged = [0.0] * self.BINS
+        self._accepted = [0.0] * self.BINS
         self.judged = self.accepted = 0  # draft tokens up to the first rejected one of each iteration; without decay
         self.plain = 0  # consecutive iterations without a draft
         self._probe_every = self.PROBE_FIRST
@@ -96,9 +95,9 @@ class AcceptanceEstimate:
             self._probe_every = self.PROBE_FIRST if was_correct else min(2 * self._probe_every, self.PROBE_LAST)
 
     def _count(self, bin_: int, was_accepted: bool) -> None:
-        self._judged *= self.DECAY
+        self._judged = [judged * self.DECAY for judged in self._judged]
         self._judged[bin_] += 1
-        self._accepted *= self.DECAY
+        self._accepted = [accepted * self.DECAY for accepted in self._accepted]
         self._accepted[bin_] += was_accepted
         self._all_judged = self._all_judged * self.DECAY + 1
         self._all_accepted = self._all_accepted * self.DECAY + was_accepted
@@ -117,7 +116,7 @@ class AcceptanceEstimate:
 
     def _bin_acceptance(self, bin_: int) -> float:
         prior = self._pool._bin_acceptance(bin_) if self._pool else self.mean()
-        return float(self._accepted[bin_] + self.PRIOR * prior) / float(self._judged[bin_] + self.PRIOR)
+        return (self._accepted[bin_] + self.PRIOR * prior) / (self._judged[bin_] + self.PRIOR)
 
     def describe(self) -> str:
         """The measured acceptance, in a few words."""

@@ -15,12 +15,14 @@ from speculative.drafting.budget import ComparisonSchedule, DraftBudget
 from speculative.drafting.combined import CombinedEstimate, Estimate
 from speculative.drafting.latency_curve import TIME_WEIGHT, LatencyCurve, excess
 from speculative.drafting.match_estimate import MatchEstimate
-from speculative.drafting.policy import CHAINS, LONGEST, STEPS, AdaptiveDraftLength
+from speculative.drafting.policy import LONGEST, AdaptiveDraftLength
 from speculative.models.paged_model import rounded_up
 from speculative.models.pass_width import PassWidth
 
 MAX_PADDED = 64  # tokens of the widest forward pass that is padded to the size of another one
 SIZES = np.arange(1, MAX_PADDED + 1)
+STEPS = np.arange(1, LONGEST + 1)
+CHAINS = np.arange(LONGEST + 1)
 FIRST, FURTHER = np.minimum(CHAINS, 1), np.maximum(CHAINS - 1, 0)  # drafting rounds of 0, 1, ... tokens
 UNUSED = np.array([rounded_up(n) != n for n in SIZES.tolist()])  # sizes that no forward pass has
 
@@ -92,7 +94,7 @@ class BatchDraftLength:
         self.draft = draft
         self.draft_further = draft_further
         self.main_change = main_change
-        self.pass_width = PassWidth(main(np.arange(MAX_PADDED + 1)), main_change)
+        self.pass_width = PassWidth(main(np.arange(MAX_PADDED + 1)).tolist(), main_change)
         self._pass_seconds = main.seconds  # of the next forward pass, by the tokens that it needs
         self._all = AcceptanceEstimate()
         self._matches = MatchEstimate()  # acceptance of copied tokens, if there is a draft model, too
@@ -186,8 +188,10 @@ class BatchDraftLength:
         seconds = self.main.seconds
         worth = best[np.clip(SIZES - tokens, 0, len(order))] - self._rate * seconds[np.maximum(SIZES, tokens)]
         worth[UNUSED] = -np.inf
-        if self.pass_width.plan(worth, self._rate * self.main_change) > tokens:
-            self._pass_seconds = self.pass_width.seconds_of_planned(seconds, self.main_change)
+        if self.pass_width.plan(worth.tolist(), self._rate * self.main_change) > tokens:
+            fitting, change = self.pass_width.seconds_of_planned(seconds[: MAX_PADDED + 1].tolist(), self.main_change)
+            self._pass_seconds = seconds + change
+            self._pass_seconds[: len(fitting)] = fitting
 
     def _requests_to_draft(self, estimates: Sequence[Estimate], tokens: int, model_users: int) -> list[int]:
         survival = np.array([estimate.survival for estimate in estimates])

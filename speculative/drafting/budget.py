@@ -1,7 +1,5 @@
 """Draft budget: a token bucket that limits the loss of drafting, and when to compare it with plain decoding."""
 
-import numpy as np
-
 
 class DraftBudget:
     """The time that drafting may still lose, in units of a plain forward pass of the main model.
@@ -82,16 +80,16 @@ class OmittedCopies:
         self._copies = self._correct = 0
 
     def update(
-        self, budget: DraftBudget, copies: int, was_correct: bool, plain: float, verify: np.ndarray, change: float
+        self, budget: DraftBudget, copies: int, was_correct: bool, plain: float, verify: list[float], change: float
     ) -> None:
         """Record an iteration without a draft, in which `copies` tokens would have been copied. `was_correct`: the
-        first one was the next token. Seconds: `verify` [n] of a forward pass over 0, 1, ... tokens, `change` additional
+        first one was the next token. Seconds: `verify` of a forward pass over 0, 1, ... tokens, `change` additional
         ones if its size changes, `plain` of a plain one."""
         self._copies = self._copies or copies
         if not self._copies:
             return
         self._correct += was_correct
         if not was_correct or self._correct == self._copies:
-            seconds = float(verify[self._copies + 1]) + self.CHANGE_SHARE * change
+            seconds = verify[self._copies + 1] + self.CHANGE_SHARE * change
             budget.update(plain, seconds, self._correct + 1)
             self.forget()

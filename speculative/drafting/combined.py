@@ -5,6 +5,7 @@ each draft token comes from the source with the higher gain, by learned acceptan
 chosen before the draft model samples, from past tokens only, so the output stays lossless.
 """
 
+from itertools import accumulate
 from typing import TypeAlias
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from speculative.drafting.acceptance import AcceptanceEstimate
 from speculative.drafting.budget import OmittedCopies
 from speculative.drafting.match_estimate import MatchEstimate
-from speculative.drafting.policy import LONGEST, STEPS, AdaptiveDraftLength, Costs, describe_outcome
+from speculative.drafting.policy import LONGEST, AdaptiveDraftLength, Costs, describe_outcome
 from speculative.drafting.proposers import DraftModelProposer, Transform
 from speculative.drafting.suffix import SuffixProposer
 from speculative.models.pass_width import PassWidth
@@ -152,11 +153,11 @@ class CombinedEstimate:
         """The probability that the next token of the draft model is accepted."""
         return self.draft_estimate.mean()
 
-    def ahead(self, longest: int) -> np.ndarray:
-        """The probabilities that the next 1, 2, ..., `longest` draft tokens are accepted if the first one is the draft
-        model's and the others come from either source, float64 [longest]."""
-        either = self._recent_accepted / self._recent_judged
-        return self.draft_estimate.mean() * either ** np.arange(longest)
+    def gains(self, longest: int) -> list[float]:
+        """The expected tokens from the next 1, 2, ..., `longest` draft tokens if the first one is the draft model's and
+        the others come from either source."""
+        first, either = self.draft_estimate.mean(), self._recent_accepted / self._recent_judged
+        return list(accumulate(first * either**further for further in range(longest)))
 
     def next(self) -> float:
         """The probability that the next draft token is accepted."""
@@ -202,7 +203,6 @@ class CombinedDraftLength(AdaptiveDraftLength):
         super().reset(repeatable)
         draft_estimate = AcceptanceEstimate(self._prior_acceptance, prior_decays=True)
         self._acceptance = CombinedEstimate(draft_estimate, MatchEstimate())
-        self._model_seconds = 0.0  # spent by the draft model in this iteration
         self._omitted = OmittedCopies()
         self._omitted_copies = 0  # copies in this iteration that the budget did not allow
         self._was_correct = False  # whether the first of them was the next token
@@ -215,7 +215,7 @@ class CombinedDraftLength(AdaptiveDraftLength):
     def begin(self) -> None:
         """Start an iteration."""
         self._acceptance.begin()
-        self._model_seconds = 0.0
+        self._step_seconds = []
         self._omitted_copies, self._was_correct = 0, False
 
     def copies_next(self, match: Proposal | None, can_use_model: bool = True) -> bool | None:
@@ -228,7 +228,7 @@ class CombinedDraftLength(AdaptiveDraftLength):
         if drafted >= LONGEST - self._recomputed:
             return None
         free = self._width - 1 - self._recomputed - drafted
-        model_value = float(self._model_value(self._rate(drafted)).max()) if can_use_model else 0.0
+        model_value = max(self._model_value(self._rate(drafted))) if can_use_model else 0.0
         if (
             match
             and free > 0
@@ -240,10 +240,9 @@ class CombinedDraftLength(AdaptiveDraftLength):
             return False
         return False if not drafted and estimate.is_due else None
 
-    def draft(self, proposal: Proposal, copied: bool, seconds: float = 0.0) -> None:
-        """Record a draft token and its source; a token of the draft model took `seconds`."""
+    def draft(self, proposal: Proposal, copied: bool) -> None:
+        """Record a draft token and its source."""
         self._acceptance.draft(proposal, copied)
-        self._model_seconds += 0.0 if copied else seconds
 
     def observe(self, tokens: list[int]) -> None:
         """Record, before `update`, the iteration's tokens."""
@@ -265,15 +264,18 @@ class CombinedDraftLength(AdaptiveDraftLength):
 
     def _plan_width(self, match: Proposal | None, can_use_model: bool) -> bool:
         """Plan the size of the next forward pass. Returns whether anything may be drafted."""
-        rate, copies = self._rate(1), self._copies_value(match, LONGEST) if match else np.zeros(LONGEST)
+        rate, copies = self._rate(1), self._copies_value(match, LONGEST) if match else [0.0] * LONGEST
         if not self._may_draft():
             if self._budget.remaining(self._plain_cost()) <= 0:
-                self._omitted_copies = int((np.append(0.0, copies) - rate * self._verify.seconds[1:]).argmax())
+                worth = [
+                    gain - rate * seconds
+                    for gain, seconds in zip([0.0, *copies], self._verify.seconds[1:], strict=True)
+                ]
+                self._omitted_copies = worth.index(max(worth))
             return False
-        self._gains = np.cumsum(self._acceptance.ahead(LONGEST))
-        model_value = self._gains - rate * self._drafting.seconds[1:]
+        self._gains = self._acceptance.gains(LONGEST)
         if can_use_model:
-            self._plan_tree(model_value, copies)
+            self._plan_tree(self._net_gains(rate), copies)
         else:
             self._plan_pass(copies)
         return True
@@ -282,36 +284,39 @@ class CombinedDraftLength(AdaptiveDraftLength):
         """Whether to copy the token of `match` although the draft model is worth `model_value`; `free` tokens fit into
         the planned pass."""
         steps = self._acceptance.steps
-        step = float(self._drafting.seconds[steps + 1] - self._drafting.seconds[steps])
-        further = max(model_value, float(self._copies_value(match, free)[-1]))
+        step = self._drafting.seconds[steps + 1] - self._drafting.seconds[steps]
+        further = max(model_value, self._copies_value(match, free)[-1])
         return self._acceptance.prefers_copy(self._rate(1) * step, further)
 
     def _copies_beat_leaves(self, match: Proposal, free: int) -> bool:
         """Whether copies of `match` are worth more than the leaves whose places they take; `free` tokens fit into the
         planned pass."""
         drafted, steps = self._acceptance.drafted, self._acceptance.steps
-        remaining_leaves = self._leaves_value(drafted + 1 + np.arange(free), steps)
-        return bool((self._copies_value(match, free) > self._leaves_value(drafted, steps) - remaining_leaves).any())
+        all_leaves = self._leaves_value(drafted, steps)
+        return any(
+            copies > all_leaves - self._leaves_value(drafted + n, steps)
+            for n, copies in enumerate(self._copies_value(match, free), 1)
+        )
 
-    def _copies_value(self, match: Proposal, longest: int) -> np.ndarray:
-        """Value of 1, 2, ..., `longest` more draft tokens if they are copied, in tokens: float64 [longest]."""
-        estimate = self._acceptance
-        return estimate.survival * estimate.match_estimate.acceptance_ahead(match.confidence(), longest).cumsum()
+    def _copies_value(self, match: Proposal, longest: int) -> list[float]:
+        """Value of 1, 2, ..., `longest` more draft tokens if they are copied, in tokens."""
+        survival = self._acceptance.survival
+        return [survival * gain for gain in self._acceptance.match_estimate.gains(match.confidence(), longest)]
 
-    def _model_value(self, rate: float) -> np.ndarray:
-        """Value of 1, 2, ... more draft tokens if the first is the draft model's, in tokens, less that of the time to
-        draft them and to verify those that do not fit into the planned pass, at `rate` tokens per second. float64
-        [LONGEST - drafted], one less if an accepted leaf is computed again."""
-        drafted, steps = self._acceptance.drafted, self._acceptance.steps
-        remaining, needed = LONGEST - drafted - self._recomputed, drafted + 1 + self._recomputed
-        seconds = self._drafting.seconds[steps + 1 : steps + remaining + 1] - self._drafting.seconds[steps]
-        seconds = seconds + self._passes[needed + 1 :] - self._passes[needed]
-        further = STEPS[:remaining]
-        leaves = self._leaves_value(drafted + further, steps + further) - self._leaves_value(drafted, steps)
-        return self._acceptance.survival * self._gains[:remaining] + leaves - rate * seconds
+    def _model_value(self, rate: float) -> list[float]:
+        """Value of 1, 2, ..., LONGEST draft tokens in all, of which the next is the draft model's, in tokens, less that
+        of the time to draft them and to verify those that do not fit into the planned pass, at `rate` tokens per
+        second; one fewer if an accepted leaf is computed again."""
+        drafted, steps, survival = self._acceptance.drafted, self._acceptance.steps, self._acceptance.survival
+        passes, seconds = self._passes[drafted + 1 + self._recomputed :], self._drafting.seconds[steps:]
+        before = self._leaves_value(drafted, steps) - rate * (passes[0] + seconds[0])
+        return [
+            survival * gain + self._leaves_value(drafted + n, steps + n) - rate * (passes[n] + seconds[n]) - before
+            for n, gain in enumerate(self._gains[: len(passes) - 1], 1)
+        ]
 
-    def _draft_steps(self, drafted: int, draft_seconds: float) -> tuple[int, float]:
-        return self._acceptance.steps, self._model_seconds
+    def _draft_steps(self, drafted: int) -> int:
+        return self._acceptance.steps
 
     def describe(self) -> str:
         one = self._plain_cost()

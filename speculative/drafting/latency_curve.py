@@ -1,6 +1,11 @@
-"""Latency of a forward pass by its number of tokens: measured once, then updated while decoding."""
+"""Latency of a forward pass by its number of tokens: measured once, then updated while decoding.
+
+In plain numbers instead of arrays: the main model's forward pass evicts the code of numpy's functions from the CPU
+caches, so that the first call of each takes longer than the whole calculation.
+"""
 
 import functools
+import math
 from bisect import bisect_right
 from collections.abc import Mapping
 from typing import overload
@@ -19,9 +24,9 @@ def excess(seen: float, expected: float) -> float:
     return min(max(seen / expected, 0.5), 2.0) - 1 if expected else 0.0
 
 
-def time_weights(nearness: np.ndarray, weight: float = TIME_WEIGHT) -> np.ndarray:
-    """The weights of a measured time for costs, by their `nearness` to it, from 0 to 1 (its own)."""
-    return np.maximum(weight * nearness, MIN_TIME_WEIGHT)
+def time_weight(nearness: float, weight: float = TIME_WEIGHT) -> float:
+    """The weight of a measured time for a cost, by the `nearness` of the two, from 0 to 1 (its own)."""
+    return max(weight * nearness, MIN_TIME_WEIGHT)
 
 
 def monotone(measured: Mapping[int, float]) -> tuple[list[int], np.ndarray]:
@@ -33,6 +38,30 @@ def monotone(measured: Mapping[int, float]) -> tuple[list[int], np.ndarray]:
     return n, np.minimum.accumulate([measured[i] for i in reversed(n)])[::-1]
 
 
+class DraftSteps:
+    """Seconds of 0, 1, ... draft steps of an iteration.
+
+    The main model's forward pass evicts the draft's weights, and the code that calls it, from the CPU caches: the first
+    step is the slowest, and the second is slower than those after it. Each of the three is learned by itself.
+    """
+
+    LEARNED = 3  # the first, the second, and any further one
+
+    def __init__(self, seconds: np.ndarray):
+        """`seconds` are those measured before, of 0, 1, ..., 3 or more steps."""
+        self._each: list[float] = np.diff(seconds)[: self.LEARNED].tolist()
+        self.seconds: list[float] = seconds.tolist()
+
+    def update(self, step: int, seconds: float) -> None:
+        """Record the time of a `step`, 0 for the first one. Outliers count as at most twice the expected time."""
+        step = min(step, self.LEARNED - 1)
+        relative = excess(seconds, self._each[step])
+        for i in range(self.LEARNED):
+            self._each[i] *= 1 + (TIME_WEIGHT if i == step else MIN_TIME_WEIGHT) * relative
+        first, second, further = self._each
+        self.seconds = [0.0, first, *(first + second + i * further for i in range(len(self.seconds) - 2))]
+
+
 class LatencyTable:
     """Seconds of a forward pass over 0, 1, ... tokens, for one request: the sizes are few, and each recurs soon.
 
@@ -40,17 +69,19 @@ class LatencyTable:
     where most sizes never recur. It learns by knots, and a slowdown that does not recur fades.
     """
 
-    def __init__(self, seconds: np.ndarray, spread: float):
-        """`spread`: weight of a time for the next number of tokens, relative to its own; 1: equal weights."""
-        self.seconds = seconds
-        sizes = np.arange(len(seconds))
-        self._nearness = spread ** np.abs(sizes - sizes[:, None])
+    SPREAD = 0.9  # weight of a time for one token more or less, relative to that for its own number
+
+    def __init__(self, seconds: np.ndarray):
+        self.seconds: list[float] = seconds.tolist()
+        self._nearness = [self.SPREAD**distance for distance in range(len(seconds))]
 
     def update(self, n: int, seconds: float, weight: float = TIME_WEIGHT) -> None:
         """Record the time of n tokens. Outliers count as at most twice the expected time."""
-        self.seconds *= 1 + time_weights(self._nearness[n], weight) * excess(seconds, float(self.seconds[n]))
+        relative = excess(seconds, self.seconds[n])
+        weights = [time_weight(nearness, weight) for nearness in self._nearness]
+        self.seconds = [of_size * (1 + weights[abs(size - n)] * relative) for size, of_size in enumerate(self.seconds)]
         # Fewer tokens never cost more: lowers sizes that were measured under load and have not been seen since.
-        np.minimum(self.seconds[:n], self.seconds[n], out=self.seconds[:n])
+        self.seconds[:n] = [min(of_fewer, self.seconds[n]) for of_fewer in self.seconds[:n]]
 
 
 class LatencyCurve:
@@ -94,10 +125,7 @@ class LatencyCurve:
         return _interpolate(n, [0.0, *self._measured])
 
     def update(self, n: int, seconds: float) -> None:
-        """Record a forward pass over n tokens. Outliers count as at most twice the expected time.
-
-        Plain numbers instead of arrays: the main model has evicted the code of numpy's functions from the CPU caches.
-        """
+        """Record a forward pass over n tokens. Outliers count as at most twice the expected time."""
         expected = self(n)
         if expected > 0:
             here, relative = _interpolate(n, [1.0, *self._change]), excess(seconds, expected)
@@ -129,5 +157,4 @@ def _interpolate(n: int, values: list[float]) -> float:
 @functools.cache
 def _weights(n: int) -> list[float]:
     """The weights of a pass over n tokens for KNOTS: by their nearness to n."""
-    weights: list[float] = time_weights(0.25 ** np.abs(np.log2(KNOTS / n))).tolist()
-    return weights
+    return [time_weight(0.25 ** abs(math.log2(knot / n))) for knot in BOUNDS[1:]]

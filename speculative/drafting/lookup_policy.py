@@ -1,7 +1,5 @@
 """Draft-length policy for suffix decoding: how many tokens to copy from an earlier match in the text."""
 
-import numpy as np
-
 from speculative.drafting.budget import DraftBudget, OmittedCopies
 from speculative.drafting.latency_curve import TIME_WEIGHT, LatencyTable, excess
 from speculative.drafting.match_estimate import MatchEstimate
@@ -37,7 +35,6 @@ class LookupDraftLength(DraftLengthPolicy):
     """
 
     DECAY = 0.97  # decay of recent tokens and seconds per iteration
-    SPREAD = 0.6  # weight of a forward pass's time for one of a token more or less
     BUDGET, MAX_BUDGET = 1.0, 8.0  # at first, and at most, in plain forward passes
 
     def __init__(self, costs: Costs):
@@ -48,9 +45,9 @@ class LookupDraftLength(DraftLengthPolicy):
 
     def reset(self, repeatable: bool = False) -> None:
         self._repeatable = repeatable
-        self._verify = LatencyTable(self.costs.verify(), self.SPREAD)
-        self._passes = np.ones(LONGEST + 2)  # forward passes of each size
-        self._plain_seconds = float(self._verify.seconds[1])  # of plain decoding, learned from that only
+        self._verify = LatencyTable(self.costs.verify())
+        self._passes = [1] * (LONGEST + 2)  # forward passes of each size
+        self._plain_seconds = self._verify.seconds[1]  # of plain decoding, learned from that only
         # additional seconds of a forward pass of another size than the last
         self._change_seconds = self.costs.main_change
         self._acceptance = MatchEstimate()
@@ -79,14 +76,13 @@ class LookupDraftLength(DraftLengthPolicy):
         """Start an iteration: plan its forward pass."""
         self._acceptance.begin()
         self._declined, self._declined_was_correct, self._omitted_copies = None, None, 0
-        tokens = np.ones(LONGEST + 1)
-        if confidence:
-            tokens[1:] += self._acceptance.acceptance_ahead(confidence(), LONGEST).cumsum()
-        worth = tokens - self._rate() * self._verify.seconds[1:]
+        gains = self._acceptance.gains(confidence(), LONGEST) if confidence else [0.0] * LONGEST
+        rate = self._rate()
+        worth = [gain - rate * seconds for gain, seconds in zip([0.0, *gains], self._verify.seconds[1:], strict=True)]
         if self._budget.remaining(self._plain_cost()) > 0:
             self._width = self.pass_width.plan(worth, self._rate() * self._change_seconds)
         else:
-            self._omitted_copies, self._width = int(worth.argmax()), 1
+            self._omitted_copies, self._width = worth.index(max(worth)), 1
             self.pass_width.plan_one()
 
     def observe_declined(self, was_correct: bool) -> None:
@@ -115,21 +111,19 @@ class LookupDraftLength(DraftLengthPolicy):
         least = self.pass_width.plain_size
         width, is_changed = min(max(self.pass_width.last, least), LONGEST + 1), self.pass_width.is_changed
         unavoidable = self._change_seconds * (is_changed and self.pass_width.is_first)  # without a draft, too
-        expected = float(self._verify.seconds[width]) + self._change_seconds * is_changed
+        expected = self._verify.seconds[width] + self._change_seconds * is_changed
         if self._repeatable:
             seconds = expected
         elif is_changed:
             change = self._change_seconds
-            change_seen = min(
-                max(seconds - float(self._verify.seconds[width]), -self._plain_cost()), self._plain_cost()
-            )
+            change_seen = min(max(seconds - self._verify.seconds[width], -self._plain_cost()), self._plain_cost())
             self._change_seconds = max(change + TIME_WEIGHT * (change_seen - change), 0.0)
         else:
             self._passes[width] += 1
-            self._verify.update(width, seconds, max(TIME_WEIGHT, 1 / float(self._passes[width])))
+            self._verify.update(width, seconds, max(TIME_WEIGHT, 1 / self._passes[width]))
             if width == least:
                 self._plain_seconds *= 1 + TIME_WEIGHT * excess(seconds, self._plain_seconds)
-            self._verify.seconds[1] = min(self._plain_seconds, float(self._verify.seconds[2]))
+            self._verify.seconds[1] = min(self._plain_seconds, self._verify.seconds[2])
         expected, seconds = expected - unavoidable, max(seconds - unavoidable, 0.0)
         is_plain = width == least and (not is_changed or self.pass_width.is_first)
         self._budget.update(
@@ -144,7 +138,7 @@ class LookupDraftLength(DraftLengthPolicy):
         """Seconds of a forward pass of plain decoding: its own timings, if there are many."""
         if self._passes[self.pass_width.plain_size] > AdaptiveDraftLength.MIN_PLAIN_SAMPLES:
             return self._plain_seconds
-        return min(self._plain_seconds, float(self._verify.seconds[2]))
+        return min(self._plain_seconds, self._verify.seconds[2])
 
     def _rate(self) -> float:
         """Tokens per second to beat: the recent rate, but at least that of plain decoding."""

@@ -1,8 +1,8 @@
 """Acceptance of tokens copied from a match, by the length of the match."""
 
 from bisect import bisect_right
-
-import numpy as np
+from itertools import accumulate
+from operator import mul
 
 from speculative.drafting.acceptance import AcceptanceEstimate
 from speculative.drafting.suffix import CONFIDENCES
@@ -32,15 +32,17 @@ class MatchEstimate(AcceptanceEstimate):
         """The acceptance probability of a token copied with this `confidence`."""
         return self._bin_acceptance(self._bin(confidence))
 
-    def acceptance_ahead(self, confidence: float, longest: int) -> np.ndarray:
-        """The probabilities that the next 1, 2, ..., `longest` copied tokens are accepted, float64 [longest], with this
-        `confidence` in the next one; the matches of those after it are longer."""
+    def gains(self, confidence: float, longest: int) -> list[float]:
+        """The expected tokens from copying the next 1, 2, ..., `longest` tokens, with this `confidence` in the next
+        one; the matches of those after it are longer."""
         first = self._bin(confidence)
-        bins = np.minimum(first + np.arange(longest), max(first, self.BINS - 2))
-        return np.array([self._bin_acceptance(bin_) for bin_ in range(self.BINS)])[bins].cumprod()
+        last = max(first, self.BINS - 2)
+        acceptance = [self._bin_acceptance(bin_) for bin_ in range(first, last + 1)]
+        each = (acceptance + [acceptance[-1]] * longest)[:longest]
+        return list(accumulate(accumulate(each, mul)))
 
     def _count(self, bin_: int, was_accepted: bool) -> None:
-        prior = self._pool._bin_acceptance(bin_) if self._pool else float(CONFIDENCES[bin_])
+        prior = self._pool._bin_acceptance(bin_) if self._pool else CONFIDENCES[bin_]
         self._expected_right = (self._expected_right - self.PRIOR_SUCCESSES) * self.DECAY + prior + self.PRIOR_SUCCESSES
         self._observed_right = (
             (self._observed_right - self.PRIOR_SUCCESSES) * self.DECAY + was_accepted + self.PRIOR_SUCCESSES
@@ -51,6 +53,6 @@ class MatchEstimate(AcceptanceEstimate):
         return bisect_right(CONFIDENCES, confidence) - 1
 
     def _bin_acceptance(self, bin_: int) -> float:
-        prior = self._pool._bin_acceptance(bin_) if self._pool else float(CONFIDENCES[bin_])
+        prior = self._pool._bin_acceptance(bin_) if self._pool else CONFIDENCES[bin_]
         prior *= min(self._observed_right / self._expected_right, 1.0)
-        return float(self._accepted[bin_] + self.PRIOR * prior) / float(self._judged[bin_] + self.PRIOR)
+        return (self._accepted[bin_] + self.PRIOR * prior) / (self._judged[bin_] + self.PRIOR)

@@ -7,13 +7,15 @@ proposal also depends on past tokens only: `LookupDraftLength` and `CombinedDraf
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import add
 from typing import Protocol
 
 import numpy as np
 
 from speculative.drafting.acceptance import AcceptanceEstimate, count_of_tokens, describe_acceptance
 from speculative.drafting.budget import ComparisonSchedule, DraftBudget
-from speculative.drafting.latency_curve import MIN_TIME_WEIGHT, TIME_WEIGHT, LatencyTable, excess, monotone
+from speculative.drafting.latency_curve import MIN_TIME_WEIGHT, TIME_WEIGHT, DraftSteps, LatencyTable, excess, monotone
 from speculative.drafting.tree import LeafEstimate
 from speculative.models.pass_width import PassWidth
 from speculative.sampling.params import SamplingParams
@@ -23,9 +25,6 @@ Confidence = Callable[[], float]
 """The draft's confidence in its last token, from 0 to 1; computed when called."""
 
 LONGEST = 16  # most draft tokens per iteration, for adaptive policies
-STEPS = np.arange(1, LONGEST + 1)
-CHAINS = np.arange(LONGEST + 1)
-LEAVES = STEPS - STEPS[:, None]  # in a tree of 1, 2, ... tokens (columns) with a chain of 1, 2, ... (rows)
 FASTER = 1.06  # a forward pass over one token that takes this many times as long as one over more is padded to it
 LONG_PASS = 0.004  # seconds of a plain forward pass from which leaves gain more time than it takes to choose them
 SAME = 1.02  # forward passes whose times differ by less count as equally fast
@@ -47,6 +46,10 @@ class DraftLengthPolicy(Protocol):
 
     def should_draft(self, drafted: int, confidence: Confidence | None) -> bool:
         """Whether to draft another token after `drafted` ones, the last of which had `confidence` (None if none)."""
+
+    def observe_step(self, seconds: float) -> None:
+        """Record the time of a draft step of this iteration."""
+        return
 
     def update(
         self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float, leaf: bool = False
@@ -147,7 +150,7 @@ class Costs:
 
     def pass_width(self, pads: bool = True) -> PassWidth:
         """The size of the main model's forward passes; without `pads`, they have the size that is needed."""
-        return PassWidth(self.verify(), self.main_change, pads, self.fastest())
+        return PassWidth(self.verify().tolist(), self.main_change, pads, self.fastest())
 
 
 def policy_from_params(params: SamplingParams) -> DraftLengthPolicy | None:
@@ -179,7 +182,6 @@ class AdaptiveDraftLength(DraftLengthPolicy):
     """
 
     DECAY = 0.99  # decay of the recent tokens and seconds per iteration
-    SPREAD = 0.6  # weight of a forward pass's time for one of a token more or less
     MIN_PLAIN_SAMPLES = 4  # plain iterations after which measured losses are trusted
     CLEAR_GAIN = 1.5  # speedup above which plain decoding is not timed
 
@@ -192,41 +194,43 @@ class AdaptiveDraftLength(DraftLengthPolicy):
 
     def reset(self, repeatable: bool = False) -> None:
         self._repeatable = repeatable
-        self._drafting = LatencyTable(self.costs.drafting(), spread=1.0)
-        self._verify = LatencyTable(self.costs.verify(), self.SPREAD)
+        self._drafting = DraftSteps(self.costs.drafting())
+        self._step_seconds: list[float] = []  # of the draft steps of this iteration
+        self._verify = LatencyTable(self.costs.verify())
         # additional seconds of a forward pass of another size than the last
         self._change_seconds = self.costs.main_change
         self._passes = self._verify.seconds  # of the next forward pass, by the tokens that it needs
-        self._chain_seconds = np.zeros(LONGEST + 1)  # seconds to draft and verify chains of 0, 1, ... tokens
-        self._chain_leaves = np.zeros(LONGEST + 1)  # value of the leaves beside them, in tokens
+        # of chains of 0, 1, ... draft tokens: seconds to draft and verify them, and value of the leaves beside them
+        self._chain_seconds = [0.0] * (LONGEST + 1)
+        self._chain_leaves = [0.0] * (LONGEST + 1)
         self._acceptance = AcceptanceEstimate(self._prior_acceptance, prior_decays=True)
         self._tokens = self._seconds = 0.0  # gained and spent, by the cost model
-        self._gains = np.zeros(LONGEST)  # expected tokens of drafting 1, 2, ..., LONGEST more
+        self._gains = [0.0] * LONGEST  # expected tokens of drafting 1, 2, ..., LONGEST more
         self._leaf_estimate = LeafEstimate()
-        self._leaf_gains = np.zeros((LONGEST + 1, LONGEST + 1))  # of m leaves beside a chain of k, see LeafEstimate
-        self._tree_gains = np.where(LEAVES < 0, -np.inf, 0.0)  # of the leaves in trees of 1, 2, ... tokens (columns)
+        self._leaf_gains = [[0.0] * (LONGEST + 1)] * (LONGEST + 1)  # of m leaves beside a chain of k, see LeafEstimate
+        self._chains = list(range(1, LONGEST + 1))  # the draft tokens in the best trees of 1, 2, ... tokens
         self._width = 1  # planned tokens of the next forward pass
         self._accepted_leaves = 0
         self._recomputed = 0  # 1 if the next forward pass computes an accepted leaf again, else 0
         self._budget = DraftBudget()
-        self._plain_seconds = float(self._verify.seconds[1])  # of an iteration without a draft, learned from these only
+        self._plain_seconds = self._verify.seconds[1]  # of an iteration without a draft, learned from these only
         self._plain_seen = 0
         self._comparisons = ComparisonSchedule()
-        self._recent = np.zeros(2)  # tokens and seconds of iterations with a draft, with decay
+        self._recent_tokens = self._recent_seconds = 0.0  # of iterations with a draft, with decay
         self._drafted_last_time = False  # whether the draft model ran in the last iteration
         self._iterations, self._all_seconds = 0, 0.0  # since the last reset
 
     def should_draft(self, drafted: int, confidence: Confidence | None) -> bool:
         if drafted == 0:
+            self._step_seconds = []
             self._acceptance.begin()
-            self._gains = np.cumsum(self.acceptance() ** STEPS)
             if not self._may_draft():
                 return False
-            self._plan_tree(self._gains - self._rate(1) * self._drafting.seconds[1:])
-            self._chain_seconds = (
-                self._passes[1 + self._recomputed :] + self._drafting.seconds[: LONGEST + 1 - self._recomputed]
-            )
-            self._chain_leaves = self._leaves_value(CHAINS, CHAINS)
+            acceptance = self.acceptance()
+            self._gains = list(accumulate(acceptance**k for k in range(1, LONGEST + 1)))
+            self._plan_tree(self._net_gains(self._rate(1)))
+            self._chain_seconds = list(map(add, self._passes[1 + self._recomputed :], self._drafting.seconds))
+            self._chain_leaves = [self._leaves_value(k, k) for k in range(LONGEST + 1)]
             return self._is_worth_it(0) or self._acceptance.is_due
         assert confidence is not None  # that of the last draft token
         self._acceptance.draft(confidence())
@@ -252,33 +256,44 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         free = width - 1 - self._recomputed - self._leaf_estimate.drafted
         return self._leaf_estimate.best(self._acceptance.drafted_acceptance, free)
 
-    def _plan_tree(self, gains: np.ndarray, leafless: np.ndarray | None = None) -> None:
-        """Plan the size of the next forward pass; a chain of 1, 2, ... tokens is worth `gains` [LONGEST], in tokens.
-        One of another source, which has no leaves, is worth `leafless`."""
+    def _plan_tree(self, gains: list[float], leafless: list[float] | None = None) -> None:
+        """Plan the size of the next forward pass; a chain of 1, 2, ..., LONGEST tokens is worth `gains`, in tokens. One
+        of another source, which has no leaves, is worth `leafless`."""
         if self._has_tree:
             if self._iterations % 8 == 0:  # it changes little from one iteration to the next, and takes time
                 self._leaf_gains = self._leaf_estimate.gains(self.acceptance(), LONGEST)
-                self._tree_gains = np.where(LEAVES < 0, -np.inf, self._leaf_gains[STEPS[:, None], LEAVES])
-            gains = (gains[:, None] + self._tree_gains).max(axis=0)
-        self._plan_pass(gains if leafless is None else np.maximum(gains, leafless))
+                self._chains = [
+                    max(range(1, size + 1), key=lambda k: gains[k - 1] + self._leaf_gains[k][size - k])
+                    for size in range(1, LONGEST + 1)
+                ]
+            gains = [
+                gains[chain - 1] + self._leaf_gains[chain][size - chain] for size, chain in enumerate(self._chains, 1)
+            ]
+        self._plan_pass(gains if leafless is None else list(map(max, gains, leafless)))
 
-    def _plan_pass(self, gains: np.ndarray) -> None:
-        """Plan the size of the next forward pass; `gains` [LONGEST] is what 1, 2, ... draft tokens are worth, in
-        tokens. Draft tokens that fit into it take no time to verify."""
-        self._passes, self._width = self._verify.seconds, 1
+    def _net_gains(self, rate: float) -> list[float]:
+        """`_gains`, less the time to draft the tokens, at `rate` tokens per second."""
+        drafting = self._drafting.seconds[1:]
+        return [gain - rate * seconds for gain, seconds in zip(self._gains, drafting, strict=True)]
+
+    def _plan_pass(self, gains: list[float]) -> None:
+        """Plan the size of the next forward pass; `gains` is what 1, 2, ..., LONGEST draft tokens are worth, in tokens.
+        Draft tokens that fit into it take no time to verify."""
+        seconds = self._verify.seconds
+        self._passes, self._width = seconds, 1
         if not self.pass_width:
             return
-        if self._recomputed:
-            gains = np.append(0.0, gains[:-1])
         rate = self._rate(1)
-        worth = np.maximum.accumulate(np.append(0.0, gains)) - rate * self._verify.seconds[1:]
+        best = accumulate([0.0] * (1 + self._recomputed) + gains, max)  # of at most so many draft tokens
+        worth = [gain - rate * of_size for gain, of_size in zip(best, seconds[1:], strict=False)]
         self._width = self.pass_width.plan(worth, rate * self._change_seconds)
-        self._passes = self.pass_width.seconds_of_planned(self._verify.seconds, self._change_seconds)
+        fitting, change = self.pass_width.seconds_of_planned(seconds, self._change_seconds)
+        self._passes = [*fitting, *(of_size + change for of_size in seconds[len(fitting) :])]
 
-    def _leaves_value(self, drafted: int | np.ndarray, steps: int | np.ndarray) -> np.ndarray:
+    def _leaves_value(self, drafted: int, steps: int) -> float:
         """Value of the leaves that fit into the planned pass beside `drafted` draft tokens, `steps` of them the draft
         model's, in tokens."""
-        return self._has_tree * self._leaf_gains[steps, np.maximum(self._width - 1 - self._recomputed - drafted, 0)]
+        return self._leaf_gains[steps][max(self._width - 1 - self._recomputed - drafted, 0)] if self._has_tree else 0.0
 
     @property
     def _plain_size(self) -> int:
@@ -292,25 +307,31 @@ class AdaptiveDraftLength(DraftLengthPolicy):
             return drafted + 1, False, False
         return self.pass_width.last or drafted + 1, self.pass_width.is_changed, self.pass_width.is_first
 
+    def observe_step(self, seconds: float) -> None:
+        self._step_seconds.append(seconds)
+
     def update(
         self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float, leaf: bool = False
     ) -> None:
-        steps, model_seconds = self._draft_steps(drafted, draft_seconds)
+        steps, step_seconds = self._draft_steps(drafted), self._step_seconds
+        self._step_seconds = []
         width, is_changed, is_first = self._last_pass(drafted)
         self._acceptance.update(drafted, accepted)
         if not self._repeatable:
-            if self._drafted_last_time:  # otherwise the draft also processes the tokens that were decoded without it
-                self._drafting.update(steps, model_seconds)
+            for step, of_step in enumerate(step_seconds):
+                # after a plain iteration, the first step also processes the tokens that were decoded without the draft
+                if step or self._drafted_last_time:
+                    self._drafting.update(step, of_step)
             if is_changed:
                 plain, change = self._plain_cost(), self._change_seconds
-                change_seen = min(max(main_seconds - float(self._verify.seconds[width]), -plain), plain)
+                change_seen = min(max(main_seconds - self._verify.seconds[width], -plain), plain)
                 self._change_seconds = max(change + TIME_WEIGHT * (change_seen - change), 0.0)
                 self._verify.update(width, main_seconds - change, MIN_TIME_WEIGHT)
             else:
                 self._verify.update(width, main_seconds)
         unavoidable = self._change_seconds * (is_changed and is_first)  # without a draft, too
-        verify = float(self._verify.seconds[width]) + self._change_seconds * is_changed - unavoidable
-        expected = float(self._drafting.seconds[steps]) + verify
+        verify = self._verify.seconds[width] + self._change_seconds * is_changed - unavoidable
+        expected = self._drafting.seconds[steps] + verify
         self._tokens = self._tokens * self.DECAY + accepted + leaf + 1
         self._seconds = self._seconds * self.DECAY + expected
         seconds = expected if self._repeatable else max(draft_seconds + main_seconds - unavoidable, 0.0)
@@ -322,22 +343,23 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         self._iterations += 1
         self._all_seconds += seconds
 
-    def _draft_steps(self, drafted: int, draft_seconds: float) -> tuple[int, float]:
-        """The draft model's forward passes for `drafted` tokens in this iteration, and their seconds."""
-        return drafted, draft_seconds
+    def _draft_steps(self, drafted: int) -> int:
+        """The draft model's forward passes for `drafted` tokens in this iteration."""
+        return drafted
 
     def _compare_with_plain(self, is_plain: bool, accepted: int, seconds: float) -> None:
         """Record what the iteration lost or saved against plain decoding."""
         if not is_plain:
             self._comparisons.observe_drafted()
-            self._recent = self._recent * self.DECAY + (accepted + 1, seconds)
+            self._recent_tokens = self._recent_tokens * self.DECAY + accepted + 1
+            self._recent_seconds = self._recent_seconds * self.DECAY + seconds
         else:
             self._comparisons.observe_plain()
             self._plain_seen += 1
             weight = max(TIME_WEIGHT, 1 / (self._plain_seen + 1))
             if not self._repeatable:
                 self._plain_seconds *= 1 + weight * excess(seconds, self._plain_seconds)
-                self._verify.seconds[1] = min(self._plain_seconds, float(self._verify.seconds[2]))
+                self._verify.seconds[1] = min(self._plain_seconds, self._verify.seconds[2])
         self._budget.update(self._plain_cost(), seconds, None if is_plain else accepted + 1)
 
     def _plain_cost(self) -> float:
@@ -345,15 +367,14 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         processors a pass over one token does take longer than one over three."""
         if self._plain_seen >= self.MIN_PLAIN_SAMPLES:
             return self._plain_seconds
-        return min(self._plain_seconds, float(self._verify.seconds[2]))
+        return min(self._plain_seconds, self._verify.seconds[2])
 
     def _is_comparison_due(self) -> bool:
         """Whether an iteration without a draft is due, to time it: only if the gain is not clear. It is not clear if
         the plain time exceeds that of two tokens, as it was then measured while other programs ran."""
-        tokens, seconds = self._recent.tolist()
         unsure = self._plain_seen < self.MIN_PLAIN_SAMPLES and self._budget.is_low(self._plain_cost())
-        is_clear = tokens * self._plain_cost() >= self.CLEAR_GAIN * seconds
-        is_doubtful = self._plain_cost() > FASTER * float(self._verify.seconds[2])
+        is_clear = self._recent_tokens * self._plain_cost() >= self.CLEAR_GAIN * self._recent_seconds
+        is_doubtful = self._plain_cost() > FASTER * self._verify.seconds[2]
         return unsure or (self._comparisons.is_due and (is_doubtful or not is_clear))
 
     def acceptance(self) -> float:
@@ -365,20 +386,26 @@ class AdaptiveDraftLength(DraftLengthPolicy):
 
         The recent rate is not the bar for a first token: not drafting would not reach it either.
         """
-        plain = 1 / float(self._verify.seconds[1])
+        plain = 1 / self._verify.seconds[1]
         return max(plain, self._tokens / self._seconds) if drafted and self._seconds else plain
 
     def _is_worth_it(self, drafted: int) -> bool:
         """Whether one more draft token, or several, are worth their time."""
-        seconds = self._chain_seconds[drafted + 1 :] - self._chain_seconds[drafted]
-        # whose places the tokens take
-        leaves = self._chain_leaves[drafted + 1 : len(self._chain_seconds)] - self._chain_leaves[drafted]
-        gains = self._acceptance.survival * self._gains[: len(seconds)] + leaves
-        return bool((gains > self._rate(drafted) * seconds).any())
+        survival, rate = self._acceptance.survival, self._rate(drafted)
+        # the seconds of so many draft tokens in tokens, and the value of the leaves whose places further ones take
+        before = self._chain_leaves[drafted] - rate * self._chain_seconds[drafted]
+        return any(
+            survival * gain + leaves - rate * seconds > before
+            for gain, leaves, seconds in zip(
+                self._gains, self._chain_leaves[drafted + 1 :], self._chain_seconds[drafted + 1 :], strict=False
+            )
+        )
 
     def describe(self) -> str:
-        tau = 1 + np.concatenate([[0], np.cumsum(self.acceptance() ** STEPS)])
-        best = int((tau / (self._verify.seconds[1:] + self._drafting.seconds)).argmax())
+        tokens = accumulate(self.acceptance() ** k for k in range(LONGEST + 1))
+        seconds = map(add, self._verify.seconds[1:], self._drafting.seconds)
+        rates = [gained / taken for gained, taken in zip(tokens, seconds, strict=True)]
+        best = rates.index(max(rates))
         one = self._plain_cost()
         costs = (
             f"a draft token takes {self._drafting.seconds[max(best, 1)] / max(best, 1) * 1000:.2f} ms, the main model "

@@ -21,7 +21,7 @@ MATCH_ACCEPTANCE = (0.36, 0.57, 0.74, *[0.85] * 12, 0.97)
 """Acceptance of a token copied after a match of 1, 2, ..., 16 or more tokens, which are all followed by this token;
 measured on SmolLM2-135M's answers to scripts/prompts/repeats.jsonl."""
 DIVIDED_ACCEPTANCE = 0.2  # the same, if the matches are followed by different tokens, whatever their length
-CONFIDENCES = np.unique([DIVIDED_ACCEPTANCE, *MATCH_ACCEPTANCE])
+CONFIDENCES = sorted({DIVIDED_ACCEPTANCE, *MATCH_ACCEPTANCE})
 """All confidences that a copied token can have, ascending."""
 SHORT_MATCH, MAX_MATCHES = 3, 64  # of the matches longer than this, so many are compared further: the latest
 FEW_MATCHES = 8  # so many are compared one by one, which then takes less time than numpy

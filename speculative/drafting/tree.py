@@ -9,6 +9,9 @@ Trees with branches below the leaves (Li et al. 2024, EAGLE-2, arXiv 2406.16858)
 steps, and copies in the KV cache: here an accepted leaf is simply computed again, by the next forward pass.
 """
 
+import functools
+from itertools import accumulate
+
 import numpy as np
 
 from speculative.sampling.proposal import Leaf, Proposal
@@ -17,14 +20,14 @@ RANKS = 8  # alternatives to a draft token that may become leaves
 MAX_POSITIONS = 8  # draft tokens, from the first one on, beside which leaves are considered
 PRIOR = 8.0  # weight of the prior, in rejected tokens
 DECAY = 0.98  # decay of the statistics per rejected token
-BLOCK = 256  # logits whose maximum `top_tokens` keeps
+BLOCK = 256  # logits of which `top_tokens` computes the maximum
 
 
 class LeafEstimate:
     """Learns how often the token that replaces a rejected draft token is the draft's next choice, or the one after."""
 
     def __init__(self) -> None:
-        self._hits = PRIOR * 0.15 * 0.7 ** np.arange(RANKS)  # by rank of the alternative
+        self._hits = [PRIOR * 0.15 * 0.7**rank for rank in range(RANKS)]
         self._rejected = PRIOR
         self.begin()
 
@@ -46,30 +49,28 @@ class LeafEstimate:
         for (drafted, alternatives), token in zip(self._drafted, tokens, strict=False):
             if token != drafted:
                 if alternatives:
-                    self._hits *= DECAY
+                    self._hits = [hits * DECAY for hits in self._hits]
                     self._rejected = self._rejected * DECAY + 1
                     if token in alternatives:
                         self._hits[alternatives.index(token)] += 1
                 break
 
-    def probabilities(self) -> np.ndarray:
-        """The probability of each rank, given that the draft token is rejected: float64 [RANKS]."""
-        return self._hits / self._rejected
+    def probabilities(self) -> list[float]:
+        """The probability of each of the `RANKS` ranks, given that the draft token is rejected."""
+        return [hits / self._rejected for hits in self._hits]
 
-    def gains(self, acceptance: float, longest: int) -> np.ndarray:
-        """The expected tokens from the best m leaves beside a chain of k draft tokens, each accepted with probability
-        `acceptance` if those before it are: float64 [most + 1 (k), most + 1 (m)]."""
-        gains = np.zeros((longest + 1, longest + 1))
-        reached = acceptance ** np.arange(MAX_POSITIONS) * (1 - acceptance)
-        each = np.outer(reached, self.probabilities())
-        for k in range(1, longest + 1):
-            if k > MAX_POSITIONS:
-                gains[k] = gains[MAX_POSITIONS]
-                continue
-            best = -np.sort(-each[:k], axis=None)[:longest]
-            gains[k, 1 : len(best) + 1] = best.cumsum()
-            gains[k, len(best) + 1 :] = gains[k, len(best)]
-        return gains
+    def gains(self, acceptance: float, longest: int) -> list[list[float]]:
+        """The expected tokens from the best 0, 1, ..., `longest` leaves (columns) beside a chain of 0, 1, ...,
+        `longest` draft tokens (rows), each accepted with probability `acceptance` if those before it are."""
+        gains = [[0.0] * (longest + 1)]
+        leaves: list[float] = []  # the best ones, in tokens
+        probabilities = self.probabilities()
+        for position in range(min(longest, MAX_POSITIONS)):
+            rejected_here = acceptance**position * (1 - acceptance)
+            leaves = sorted([*leaves, *(rejected_here * of_rank for of_rank in probabilities)], reverse=True)[:longest]
+            row = [0.0, *accumulate(leaves)]
+            gains.append(row + [row[-1]] * (longest + 1 - len(row)))
+        return gains + [gains[-1]] * (longest - MAX_POSITIONS)
 
     def best(self, acceptance: list[float], count: int) -> list[Leaf]:
         """The `count` leaves that are most likely accepted, beside draft tokens that are accepted with the probability
@@ -77,34 +78,32 @@ class LeafEstimate:
         positions = min(len(self._drafted), len(acceptance), MAX_POSITIONS)
         if not positions or count <= 0:
             return []
-        accepted = np.array(acceptance[:positions])
-        reached = np.cumprod(np.append(1.0, accepted[:-1])) * (1 - accepted)
-        order = np.argsort(-np.outer(reached, self.probabilities()), axis=None, kind="stable").tolist()
-        leaves: list[Leaf] = []
-        for position, rank in (divmod(i, RANKS) for i in order):
+        probabilities, reached = self.probabilities(), 1.0  # by the main model's choices
+        leaves: list[tuple[float, Leaf]] = []
+        for position, accepted in enumerate(acceptance[:positions]):
             alternatives = self._drafted[position][1]
-            if rank < len(alternatives):
-                leaves.append(Leaf(position, alternatives[rank]))
-            if len(leaves) == count:
-                break
-        return leaves
+            rejected_here = reached * (1 - accepted)
+            leaves += [
+                (rejected_here * of_rank, Leaf(position, token))
+                for of_rank, token in zip(probabilities, alternatives, strict=False)
+            ]
+            reached *= accepted
+        leaves.sort(key=lambda leaf: -leaf[0])
+        return [leaf for _, leaf in leaves[:count]]
 
 
 def top_tokens(logits: np.ndarray, count: int, without: int) -> list[int]:
     """The ids of the `count` largest of `logits` float32 [V], largest first, except the id `without`, and those of
     -inf."""
-    padded = np.full(-(-len(logits) // BLOCK) * BLOCK, -np.inf, np.float32)
-    padded[: len(logits)] = logits
-    padded[without] = -np.inf
-    blocks = padded.reshape(-1, BLOCK)
-    largest = blocks.max(axis=1)
-    tokens: list[int] = []
-    while len(tokens) < count:
-        block = int(largest.argmax())
-        if not largest[block] > -np.inf:
-            break
-        position = int(blocks[block].argmax())
-        tokens.append(block * BLOCK + position)
-        blocks[block, position] = -np.inf
-        largest[block] = blocks[block].max()
-    return tokens
+    # Each of the count + 1 largest blocks has a logit that is at least the smallest of their maxima.
+    largest = sorted(np.maximum.reduceat(logits, _block_starts(len(logits))).tolist(), reverse=True)
+    least = largest[count] if count < len(largest) else -np.inf
+    candidates = (logits >= least).nonzero()[0].tolist()
+    found = [(-logit, token) for logit, token in zip(logits[candidates].tolist(), candidates, strict=True)]
+    return [token for logit, token in sorted(found) if token != without and logit < np.inf][:count]
+
+
+@functools.cache
+def _block_starts(n: int) -> np.ndarray:
+    """Where the blocks of n logits start."""
+    return np.arange(0, n, BLOCK)

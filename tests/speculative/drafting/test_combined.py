@@ -69,7 +69,9 @@ class Simulation:
                 break
             proposal = match if copies else self.model(len(draft))
             if isinstance(self.policy, CombinedDraftLength):
-                self.policy.draft(proposal, copies, 0.0 if copies else self.costs.draft)
+                self.policy.draft(proposal, copies)
+            if not copies:
+                self.policy.observe_step(self.costs.draft * self.random.normal(1, 0.05))
             confidence, steps = proposal.confidence, steps + (not copies)
             draft = np.append(draft, proposal.token)
         return draft, steps, None
@@ -171,10 +173,10 @@ def test_declined_copies_are_learned_from(token, is_right, declined):
 
 def test_wrong_short_matches_lower_the_value_of_longer_ones():
     estimate = MatchEstimate()
-    before = estimate.acceptance_ahead(0.85, 1)
+    before = estimate.gains(0.85, 1)[0]
     for _ in range(10):
         estimate.observe(0.36, False)
-    assert estimate.acceptance_ahead(0.85, 1) < 0.7 * before
+    assert estimate.gains(0.85, 1)[0] < 0.7 * before
 
 
 def test_copying_continues_if_the_draft_model_cannot_draft():
@@ -205,14 +207,14 @@ def test_iteration_without_draft_does_not_change_the_estimates():
     policy = CombinedDraftLength(COSTS)
     policy.begin()
     policy.copies_next(copy_of(1, 0.2))
-    policy.draft(of_model(1), copied=False, seconds=1.0)
+    policy.draft(of_model(1), copied=False)
     policy.observe([1, 5])
     policy.update(1, 1, 1.0, 10.0)
     before = policy.estimate.match_estimate.acceptance_of(0.2), policy.describe()
     policy.begin()
     policy.observe([7])
     assert (policy.estimate.match_estimate.acceptance_of(0.2), policy.describe()) == before
-    assert policy._draft_steps(0, 0.0) == (0, 0.0)
+    assert policy._draft_steps(0) == 0
 
 
 def test_description_names_both_sources():

@@ -38,13 +38,16 @@ def decode(rule, chances, new_tokens, random, draft=2.0, noise=0.1, first=0.0, m
     iterations = []
     while tokens < new_tokens:
         accepted, drafted, chance = 0, 0, None
+        drafting = 0.0
         while rule.should_draft(drafted, lambda: chance):  # noqa: B023
             chance = float(random.choice(chances))
             accepted += accepted == drafted and random.random() < chance
-            drafted += 1
+            step = (draft + first * (drafted == 0)) * random.normal(1, noise)
+            rule.observe_step(step)
+            drafted, drafting = drafted + 1, drafting + step
         width = rule.pass_width.width_for(drafted + 1) if getattr(rule, "pass_width", None) else drafted + 1
         spent = (
-            (draft * drafted + first * (drafted > 0)) * random.normal(1, noise),
+            drafting,
             (main[width] + switch * (width != before)) * random.normal(1, noise / 2),
         )
         before = width
@@ -66,9 +69,12 @@ def best_fixed(chances, costs=COSTS):
 )
 def test_adaptive_length_is_as_fast_as_the_best_fixed_length(chances):
     for repeatable in (False, True):
-        rule = AdaptiveDraftLength(COSTS)
-        rule.reset(repeatable)
-        assert decode(rule, chances, 6000, np.random.default_rng(0))[0] > 0.96 * best_fixed(chances)
+        speeds = []
+        for seed in range(3):
+            rule = AdaptiveDraftLength(COSTS)
+            rule.reset(repeatable)
+            speeds.append(decode(rule, chances, 3000, np.random.default_rng(seed))[0])
+        assert np.mean(speeds) > 0.96 * best_fixed(chances)
 
 
 @pytest.mark.parametrize("chance", [0.5, 0.75, 0.9])
@@ -197,7 +203,7 @@ def test_fewer_tokens_never_cost_more():
         rule.update(0, 0, 0.0, 2 * SECONDS[1])
     assert rule._verify.seconds[1] > 1.5 * SECONDS[1]
     rule.update(4, 2, 8.0, SECONDS[5])
-    assert rule._verify.seconds[:5].max() <= rule._verify.seconds[5] < 1.5 * SECONDS[5]
+    assert max(rule._verify.seconds[:5]) <= rule._verify.seconds[5] < 1.5 * SECONDS[5]
 
 
 def test_costs_are_interpolated_by_number_of_tokens():
@@ -210,11 +216,44 @@ def test_costs_are_interpolated_by_number_of_tokens():
 @pytest.mark.parametrize("drafted", [0, 3, LONGEST])
 def test_measured_time_changes_the_cost_of_its_size_most(drafted):
     rule = AdaptiveDraftLength(COSTS)
-    draft, verify = rule._drafting.seconds.copy(), rule._verify.seconds.copy()
+    draft, verify = rule._drafting.seconds, np.array(rule._verify.seconds)
+    for _ in range(drafted):
+        rule.observe_step(COSTS.draft)
     rule.update(drafted, 0, draft[drafted], verify[drafted + 1])  # as expected
-    assert (rule._drafting.seconds == draft).all() and (rule._verify.seconds == verify).all()
+    assert rule._drafting.seconds == draft and rule._verify.seconds == verify.tolist()
     rule.update(drafted, 0, draft[drafted], 1.5 * verify[drafted + 1])
-    assert np.argmax(rule._verify.seconds[1:] / verify[1:]) == drafted  # the other entry is of no tokens
+    assert np.argmax(np.array(rule._verify.seconds[1:]) / verify[1:]) == drafted  # the other entry is of no tokens
+
+
+def test_each_of_the_first_draft_steps_is_learned_by_its_own_time():
+    """The first one follows the main model's forward pass, which evicts the draft from the CPU caches."""
+    rule = AdaptiveDraftLength(COSTS)
+    for _ in range(60):
+        for seconds in (4.0, 3.0, 1.0, 1.0):
+            rule.observe_step(seconds)
+        rule.update(4, 4, 9.0, SECONDS[5])
+    assert np.diff(rule._drafting.seconds)[:6] == pytest.approx([4, 3, 1, 1, 1, 1], rel=0.01)
+
+
+def test_draft_steps_of_an_iteration_that_is_not_judged_are_not_learned():
+    """For example an iteration with tokens that a grammar forces: it is not recorded."""
+    rule = AdaptiveDraftLength(COSTS)
+    rule.update(1, 1, 2.0, SECONDS[2])
+    rule.observe_step(50.0)
+    assert rule.should_draft(0, None)
+    rule.observe_step(COSTS.draft)
+    rule.update(1, 1, 2.0, SECONDS[2])
+    assert rule._drafting.seconds == COSTS.drafting().tolist()
+
+
+def test_first_step_after_plain_decoding_is_not_learned():
+    """It also processes the tokens that were decoded without the draft."""
+    rule = AdaptiveDraftLength(COSTS)
+    for _ in range(60):
+        rule.update(0, 0, 0.0, SECONDS[1])
+        rule.observe_step(100.0)
+        rule.update(1, 1, 100.0, SECONDS[2])
+    assert rule._drafting.seconds[1] == COSTS.draft
 
 
 def test_probes_get_rarer_until_one_succeeds():
@@ -291,6 +330,8 @@ def test_fixed_and_confidence_policies():
 def test_single_outlier_time_counts_at_most_twofold(seen, counts_as):
     def after(times):
         rule = AdaptiveDraftLength(COSTS)
+        rule._drafted_last_time = True
+        rule.observe_step(times * COSTS.draft)
         rule.update(3, 1, times * rule._drafting.seconds[3], times * rule._verify.seconds[4])
         return [*rule._drafting.seconds, *rule._verify.seconds]
 

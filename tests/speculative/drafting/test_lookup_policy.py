@@ -164,7 +164,7 @@ def test_declined_proposal_of_an_aborted_iteration_is_forgotten(drafted):
         policy.should_draft(n, lambda: 0.97)
     policy.should_draft(0, lambda: CONFIDENCES[0])  # another request
     policy.update(1, 1, 0.0, 1.0)
-    assert policy._acceptance._judged.tolist() == [1, 0, 0, 0, 0, 0]
+    assert policy._acceptance._judged == [1, 0, 0, 0, 0, 0]
 
 
 def test_repeatable_decisions_ignore_the_clock():
@@ -194,7 +194,7 @@ def test_first_pass_of_a_new_size_only_measures_the_size_change():
             policy.pass_width.plan_one()
             policy.pass_width.width_for(n)
             policy.update(n - 1, n - 1, 0.0, float(verify[n]) + 10.0)
-    assert policy._verify.seconds.tolist() == pytest.approx(verify.tolist()) and policy._plain_cost() == verify[1]
+    assert policy._verify.seconds == pytest.approx(verify.tolist()) and policy._plain_cost() == verify[1]
     assert policy._change_seconds == pytest.approx(10.0, rel=0.05)
 
 

@@ -43,8 +43,8 @@ def test_gains_are_those_of_the_best_leaves(acceptance):
     gains, h = estimate.gains(acceptance, LONGEST), estimate.probabilities()
     for k, m in itertools.product((1, 2, 5), (0, 1, 4, 9)):
         each = sorted((acceptance**i * (1 - acceptance) * p for i in range(k) for p in h), reverse=True)
-        assert gains[k, m] == pytest.approx(sum(each[:m]))
-    assert not gains[0].any() and (np.diff(gains, axis=1) >= 0).all()
+        assert gains[k][m] == pytest.approx(sum(each[:m]))
+    assert not any(gains[0]) and (np.diff(gains, axis=1) >= 0).all()
 
 
 def test_rank_of_the_main_models_token_is_learned():
@@ -55,20 +55,20 @@ def test_rank_of_the_main_models_token_is_learned():
         for token in (1, 2):
             estimate.draft(proposal(token, [*range(10, 10 + RANKS)]))
         estimate.observe([1, 13, 12])  # the second one is rejected, for its fourth alternative
-    assert estimate.probabilities().argmax() == 3 and estimate.probabilities()[3] > 0.9
+    assert np.argmax(estimate.probabilities()) == 3 and estimate.probabilities()[3] > 0.9
     assert estimate.best([0.5, 0.9], 2) == [Leaf(0, 13), Leaf(1, 13)]
     assert estimate.best([0.5], 1) == [Leaf(0, 13)] and not estimate.best([0.5], 0)
 
 
 def test_positions_without_alternatives_have_no_leaves():
     estimate = LeafEstimate()
-    before = estimate.probabilities().copy()
+    before = estimate.probabilities()
     estimate.begin()
     estimate.draft(proposal(1, []))
     estimate.draft(proposal(2, [7]))
     assert estimate.best([0.5, 0.5], 5) == [Leaf(1, 7)]
     estimate.observe([9])
-    assert estimate.probabilities().tolist() == before.tolist()
+    assert estimate.probabilities() == before
 
 
 def draft(policy, match):
@@ -82,7 +82,9 @@ def draft(policy, match):
             return drafted
         one = match if copies else proposal(1, [10, 11, 12, 13])
         if combined:
-            policy.draft(one, copies, 0.0 if copies else policy.costs.draft)
+            policy.draft(one, copies)
+        if not copies:
+            policy.observe_step(policy.costs.draft)
         if policy.tree:
             policy.tree.draft(one)
         drafted, confidence = drafted + 1, one.confidence
@@ -129,7 +131,7 @@ def test_two_sources_gain_as_much_from_leaves_as_draft_model_alone():
     one.has_leaves = two.has_leaves = True
     (leaves_of_one, gained_by_one), (leaves_of_two, gained_by_two) = iterations(one), iterations(two)
     assert leaves_of_one and leaves_of_two
-    assert gained_by_two == pytest.approx(gained_by_one, rel=0.02)
+    assert gained_by_two == pytest.approx(gained_by_one, rel=0.05)
 
 
 def test_copies_replace_leaves_only_if_worth_more():
@@ -163,4 +165,4 @@ def test_reset_forgets_the_ranks():
     policy.has_leaves = True
     iterations(policy, 50)
     policy.reset()
-    assert policy.tree.probabilities().tolist() == LeafEstimate().probabilities().tolist()
+    assert policy.tree.probabilities() == LeafEstimate().probabilities()
