@@ -18,6 +18,7 @@ import numpy as np
 from speculative.atomic_write import atomic_write
 from speculative.bench.capacity.sharing import ServerCosts
 from speculative.drafting.batch_policy import BatchDraftLength
+from speculative.drafting.cost_model import MEASURED_BATCHED
 from speculative.drafting.latency_curve import LatencyCurve, monotone
 from speculative.models.paged_model import rounded_up
 
@@ -104,10 +105,12 @@ class Costs:
     server: ServerCosts | None = None  # of the server that shares the engines' cores; None: it has its own
 
     def policy(self) -> BatchDraftLength:
-        """The engine's draft-length policy, initialized with these costs."""
+        """The engine's draft-length policy, initialized with these costs, as far as the engine measures them when it
+        loads a model: it extrapolates those of longer forward passes."""
         draft = self.draft or ModelCosts({1: 0.0})
         passes = self.main.passes, draft.passes, draft.further or draft.passes
-        main, first, further = (LatencyCurve(dict(by_tokens)) for by_tokens in passes)
+        measured = (LatencyCurve(by_tokens) for by_tokens in passes)
+        main, first, further = (LatencyCurve({n: curve(n) for n in MEASURED_BATCHED}) for curve in measured)
         return BatchDraftLength(main, first, further, self.main.change)
 
     @property
