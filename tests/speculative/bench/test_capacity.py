@@ -56,6 +56,14 @@ def alone(costs, request, with_draft=False, policy=None):
     return request
 
 
+def test_policy_begins_with_the_costs_that_the_engine_measures():
+    """Up to 64 tokens. It decides how many prompt tokens join a forward pass by extrapolated costs of longer ones."""
+    main = ModelCosts({1: 0.1, 48: 0.5, 64: 0.6, 256: 9.0})
+    curve = Costs(main, SMALL).policy().main
+    assert [curve(n) for n in (1, 48, 64)] == pytest.approx([0.1, 0.5, 0.6])
+    assert curve(256) == pytest.approx(0.6 + 192 * 0.1 / 16)
+
+
 # ---- arithmetic -----------------------------------------------------------------------------------------------------
 
 
