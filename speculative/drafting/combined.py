@@ -13,7 +13,7 @@ import numpy as np
 from speculative.drafting.acceptance import AcceptanceEstimate
 from speculative.drafting.budget import OmittedCopies
 from speculative.drafting.match_estimate import MatchEstimate
-from speculative.drafting.policy import LONGEST, AdaptiveDraftLength, Costs, describe_outcome
+from speculative.drafting.policy import LONGEST, AdaptiveDraftLength, Costs, describe_outcome, net_of_time
 from speculative.drafting.proposers import DraftModelProposer, Transform
 from speculative.drafting.suffix import SuffixProposer
 from speculative.models.pass_width import PassWidth
@@ -267,15 +267,12 @@ class CombinedDraftLength(AdaptiveDraftLength):
         rate, copies = self._rate(1), self._copies_value(match, LONGEST) if match else [0.0] * LONGEST
         if not self._may_draft():
             if self._budget.remaining(self._plain_cost()) <= 0:
-                worth = [
-                    gain - rate * seconds
-                    for gain, seconds in zip([0.0, *copies], self._verify.seconds[1:], strict=True)
-                ]
+                worth = net_of_time([0.0, *copies], rate, self._verify.seconds[1:])
                 self._omitted_copies = worth.index(max(worth))
             return False
         self._gains = self._acceptance.gains(LONGEST)
         if can_use_model:
-            self._plan_tree(self._net_gains(rate), copies)
+            self._plan_tree(net_of_time(self._gains, rate, self._drafting.seconds[1:]), copies)
         else:
             self._plan_pass(copies)
         return True

@@ -10,6 +10,7 @@ from speculative.drafting.policy import (
     Costs,
     DraftLengthPolicy,
     describe_outcome,
+    net_of_time,
 )
 
 
@@ -78,9 +79,9 @@ class LookupDraftLength(DraftLengthPolicy):
         self._declined, self._declined_was_correct, self._omitted_copies = None, None, 0
         gains = self._acceptance.gains(confidence(), LONGEST) if confidence else [0.0] * LONGEST
         rate = self._rate()
-        worth = [gain - rate * seconds for gain, seconds in zip([0.0, *gains], self._verify.seconds[1:], strict=True)]
+        worth = net_of_time([0.0, *gains], rate, self._verify.seconds[1:])
         if self._budget.remaining(self._plain_cost()) > 0:
-            self._width = self.pass_width.plan(worth, self._rate() * self._change_seconds)
+            self._width = self.pass_width.plan(worth, rate * self._change_seconds)
         else:
             self._omitted_copies, self._width = worth.index(max(worth)), 1
             self.pass_width.plan_one()

@@ -5,7 +5,7 @@ draft token is verified. So the decision depends on past tokens only, which keep
 proposal also depends on past tokens only: `LookupDraftLength` and `CombinedDraftLength` use it for their decision.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import add
@@ -163,6 +163,11 @@ def policy_from_params(params: SamplingParams) -> DraftLengthPolicy | None:
     return None
 
 
+def net_of_time(gains: Iterable[float], rate: float, seconds: Iterable[float]) -> list[float]:
+    """`gains` in tokens, less the tokens that the `seconds` of each are worth at `rate` tokens per second."""
+    return [gain - rate * taken for gain, taken in zip(gains, seconds, strict=True)]
+
+
 class AdaptiveDraftLength(DraftLengthPolicy):
     """Keeps drafting while a further token is worth its cost; decodes plainly while drafting is not worth it.
 
@@ -228,7 +233,7 @@ class AdaptiveDraftLength(DraftLengthPolicy):
                 return False
             acceptance = self.acceptance()
             self._gains = list(accumulate(acceptance**k for k in range(1, LONGEST + 1)))
-            self._plan_tree(self._net_gains(self._rate(1)))
+            self._plan_tree(net_of_time(self._gains, self._rate(1), self._drafting.seconds[1:]))
             self._chain_seconds = list(map(add, self._passes[1 + self._recomputed :], self._drafting.seconds))
             self._chain_leaves = [self._leaves_value(k, k) for k in range(LONGEST + 1)]
             return self._is_worth_it(0) or self._acceptance.is_due
@@ -271,11 +276,6 @@ class AdaptiveDraftLength(DraftLengthPolicy):
             ]
         self._plan_pass(gains if leafless is None else list(map(max, gains, leafless)))
 
-    def _net_gains(self, rate: float) -> list[float]:
-        """`_gains`, less the time to draft the tokens, at `rate` tokens per second."""
-        drafting = self._drafting.seconds[1:]
-        return [gain - rate * seconds for gain, seconds in zip(self._gains, drafting, strict=True)]
-
     def _plan_pass(self, gains: list[float]) -> None:
         """Plan the size of the next forward pass; `gains` is what 1, 2, ..., LONGEST draft tokens are worth, in tokens.
         Draft tokens that fit into it take no time to verify."""
@@ -284,8 +284,8 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         if not self.pass_width:
             return
         rate = self._rate(1)
-        best = accumulate([0.0] * (1 + self._recomputed) + gains, max)  # of at most so many draft tokens
-        worth = [gain - rate * of_size for gain, of_size in zip(best, seconds[1:], strict=False)]
+        of_fitting = ([0.0] * (1 + self._recomputed) + gains)[: LONGEST + 1]
+        worth = net_of_time(accumulate(of_fitting, max), rate, seconds[1:])
         self._width = self.pass_width.plan(worth, rate * self._change_seconds)
         fitting, change = self.pass_width.seconds_of_planned(seconds, self._change_seconds)
         self._passes = [*fitting, *(of_size + change for of_size in seconds[len(fitting) :])]
