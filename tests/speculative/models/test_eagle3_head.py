@@ -321,13 +321,15 @@ def shifted_d2t(patch):
 
 
 def stale_hidden_states_after_a_rejection(patch):
-    run = CachedModel._run
+    run, computed = CachedModel._run, [0]
 
     def stale(self, start, tokens, last, *leaves):
-        kept = self.hidden_states[start].copy() if self.hidden_states is not None else None
+        is_stale = self.hidden_states is not None and 10 < start < min(computed[0], self.capacity // 2)
+        kept = self.hidden_states[start].copy() if is_stale else None
         logits = run(self, start, tokens, last, *leaves)
-        if kept is not None and 10 < start < self.capacity // 2:
+        if is_stale:
             self.hidden_states[start] = kept
+        computed[0] = max(computed[0], start + len(tokens))
         return logits
 
     patch.setattr(CachedModel, "_run", stale)
