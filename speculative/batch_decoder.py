@@ -545,8 +545,8 @@ def prompt_budget(main: LatencyCurve, running: int) -> int:
     """The prompt tokens that a forward pass of the main model may include beside those of `running` requests."""
     if not running:
         return PREFILL_CHUNK
-    max_prompt_tokens = main.max_tokens(PREFILL_SLOWDOWN * main(running), other_tokens=running)
-    return min(max(max_prompt_tokens, MIN_PREFILL_CHUNK), PREFILL_CHUNK)
+    tokens = main.max_tokens(PREFILL_SLOWDOWN * main(running), other_tokens=running, most=PREFILL_CHUNK)
+    return max(tokens, MIN_PREFILL_CHUNK)
 
 
 def _schedule(budget: int, parts: dict[Request, ScheduledTokens]) -> dict[Request, ScheduledTokens]:

@@ -7,8 +7,10 @@ decreases to zero, and resumes as requests leave.
 """
 
 from collections.abc import Sequence
-
-import numpy as np
+from itertools import accumulate
+from math import inf
+from operator import add, mul
+from typing import NamedTuple
 
 from speculative.drafting.acceptance import AcceptanceEstimate
 from speculative.drafting.budget import ComparisonSchedule, DraftBudget
@@ -20,11 +22,7 @@ from speculative.models.paged_model import rounded_up
 from speculative.models.pass_width import PassWidth
 
 MAX_PADDED = 64  # tokens of the widest forward pass that is padded to the size of another one
-SIZES = np.arange(1, MAX_PADDED + 1)
-STEPS = np.arange(1, LONGEST + 1)
-CHAINS = np.arange(LONGEST + 1)
-FIRST, FURTHER = np.minimum(CHAINS, 1), np.maximum(CHAINS - 1, 0)  # drafting rounds of 0, 1, ... tokens
-UNUSED = np.array([rounded_up(n) != n for n in SIZES.tolist()])  # sizes that no forward pass has
+SIZES = [n for n in range(1, MAX_PADDED + 1) if rounded_up(n) == n]  # of forward passes
 
 
 class Comparison:
@@ -36,7 +34,7 @@ class Comparison:
         self.plain_seen = 0  # iterations without a draft
         self.plain_change = plain_change  # iterations without a draft: seconds taken / as measured at the start
         self.schedule = ComparisonSchedule()
-        self.recent = np.zeros(2)  # iterations with a draft: tokens, and those of plain decoding in the same time
+        self.recent_worth = self.recent_taken = 0.0  # of iterations with a draft, see `observe_drafted`
 
     @property
     def remaining(self) -> float:
@@ -46,10 +44,9 @@ class Comparison:
     @property
     def is_due(self) -> bool:
         """Whether to time an iteration without a draft now: only if the gain is not clear."""
-        worth, taken = self.recent.tolist()
         if self.plain_seen < AdaptiveDraftLength.MIN_PLAIN_SAMPLES and self.budget.is_low(self.plain_change):
             return True
-        return self.schedule.is_due and worth < AdaptiveDraftLength.CLEAR_GAIN * taken
+        return self.schedule.is_due and self.recent_worth < AdaptiveDraftLength.CLEAR_GAIN * self.recent_taken
 
     def observe_plain(self, seconds: float, measured: float) -> None:
         """Learn from an iteration without a draft, which took `measured` seconds when costs were measured."""
@@ -62,8 +59,17 @@ class Comparison:
         """Record an iteration with a draft: its tokens per request (`worth`), and its time in plain iterations
         (`taken`)."""
         self.schedule.observe_drafted()
-        self.recent = self.recent * AdaptiveDraftLength.DECAY + (worth, taken)
+        self.recent_worth = self.recent_worth * AdaptiveDraftLength.DECAY + worth
+        self.recent_taken = self.recent_taken * AdaptiveDraftLength.DECAY + taken
         self.budget.update(self.plain_change, taken * self.plain_change, worth)
+
+
+class _Candidate(NamedTuple):
+    """A request that may draft another token."""
+
+    survival: float  # the probability that its draft so far is accepted
+    acceptance: float  # of the next token, if that is so
+    uses_model: bool  # whether the draft model proposes it
 
 
 class BatchDraftLength:
@@ -94,8 +100,10 @@ class BatchDraftLength:
         self.draft = draft
         self.draft_further = draft_further
         self.main_change = main_change
-        self.pass_width = PassWidth(main(np.arange(MAX_PADDED + 1)).tolist(), main_change)
-        self._pass_seconds = main.seconds  # of the next forward pass, by the tokens that it needs
+        self.pass_width = PassWidth(main.between(0, MAX_PADDED), main_change)
+        # seconds of the planned forward pass, by the tokens that it needs; and more of one that needs others
+        self._planned_seconds: list[float] = []
+        self._unplanned_change = 0.0
         self._all = AcceptanceEstimate()
         self._matches = MatchEstimate()  # acceptance of copied tokens, if there is a draft model, too
         self._rate = 0.0  # tokens per second to beat, in this iteration
@@ -103,7 +111,7 @@ class BatchDraftLength:
         self._tokens = self._uniform_tokens = 0.0  # recent tokens; and those of drafting for all alike in the same time
         self._seconds = 0.0  # of this iteration so far, by the cost model
         # in this iteration, of a first and a further drafting round for 0, 1, ... requests
-        self._first_seconds = self._further_seconds = np.zeros(1)
+        self._first_seconds = self._further_seconds = [0.0]
         self._drafted = False  # whether a token was drafted in this iteration
         self._computed = False  # whether the draft model has run in this iteration
         self._only_round: tuple[int, float] | None = None  # its only drafting round: tokens, seconds / expected seconds
@@ -117,7 +125,8 @@ class BatchDraftLength:
         self._forced = False  # requests with their own policy draft in this iteration: it is not evaluated
         self._plain_seconds = 0.0  # seconds that this iteration would take without a draft; 0: not computed yet
         self._drafting = 0.0  # measured seconds of drafting in this iteration
-        self._totals = np.zeros(4)  # requests, tokens; tokens per request, time in plain iterations: of all iterations
+        # of all iterations: requests, tokens; tokens per request, time in plain iterations
+        self._totals = [0.0, 0.0, 0.0, 0.0]
 
     def estimate(self, combined: bool = False) -> Estimate:
         """The estimate for a new request, `combined` for two sources; its prior is pooled over all requests."""
@@ -130,16 +139,17 @@ class BatchDraftLength:
         self._num_requests, self._plain_seconds, self._drafting, self._forced = num_requests, 0.0, 0.0, False
         self._compiles = False
         self._comparison = self._comparisons.setdefault(num_requests, Comparison(self._comparison.plain_change))
-        counts = np.arange(max(num_requests, len(estimates)) + 1)
-        self._first_seconds = self.draft(counts)
-        self._further_seconds = np.minimum(self._first_seconds, self.draft_further(counts))
-        acceptance = np.array([estimate.mean() for estimate in estimates])
         n = len(estimates)
-        gained = np.full(LONGEST + 1, float(num_requests))
-        gained[1:] += (acceptance[:, None] ** STEPS).sum(axis=0).cumsum()
-        drafting = FIRST * self._first_seconds[n] + FURTHER * self._further_seconds[n]
-        rates = gained / (self.main(num_requests + n * CHAINS) + drafting)
-        self._uniform_rate = float(rates.max())
+        self._first_seconds = self.draft.between(0, max(num_requests, n))
+        further = self.draft_further.between(0, max(num_requests, n))
+        self._further_seconds = list(map(min, self._first_seconds, further))
+        gained, drafting = float(num_requests), 0.0
+        self._uniform_rate = gained / self.main(num_requests)
+        for step, chances in enumerate(zip(*(_powers(estimate.mean()) for estimate in estimates), strict=True)):
+            gained += sum(chances)
+            drafting += self._further_seconds[n] if step else self._first_seconds[n]
+            seconds = self.main(num_requests + n * (step + 1)) + drafting
+            self._uniform_rate = max(self._uniform_rate, gained / seconds)
         self._rate = self._uniform_rate * max(1.0, self._tokens / self._uniform_tokens if self._uniform_tokens else 1.0)
 
     @property
@@ -161,7 +171,7 @@ class BatchDraftLength:
         is_first_round = not self._plain_seconds
         if is_first_round:
             self._plain_seconds = self._plain_pass_seconds(tokens)
-            self._pass_seconds = self.main.seconds
+            self._planned_seconds, self._unplanned_change = [], 0.0
         if not estimates:
             return []
         if (self._comparison.is_due and not self._drafted) or self._comparison.remaining <= 0:
@@ -169,43 +179,50 @@ class BatchDraftLength:
                 self.pass_width.plan_one()
             return []
         if is_first_round and tokens <= MAX_PADDED:
-            self._plan_pass(np.array([estimate.mean() for estimate in estimates]), tokens)
+            self._plan_pass([estimate.mean() for estimate in estimates], tokens)
         return self._requests_to_draft(estimates, tokens, model_users)
 
-    def _plan_pass(self, acceptance: np.ndarray, tokens: int) -> None:
+    def _plan_pass(self, acceptance: Sequence[float], tokens: int) -> None:
         """Plan the size of the main model's next forward pass. It has `tokens` tokens, and draft tokens for requests
         that are accepted with the probabilities `acceptance`."""
-        chance = acceptance[:, None] ** STEPS  # [requests, steps]
-        order = np.argsort(-chance, axis=None, kind="stable")[: MAX_PADDED - tokens]  # the most promising first
-        step = order % LONGEST
-        before, rounds = [], [0] * LONGEST  # draft tokens that have the same drafting round
-        for i in step.tolist():
-            before.append(rounds[i])
-            rounds[i] += 1
-        first_cost, further_cost = np.diff(self._first_seconds)[before], np.diff(self._further_seconds)[before]
-        gains = np.cumsum(chance.ravel()[order] - self._rate * np.where(step, further_cost, first_cost))
-        best = np.maximum.accumulate(np.append(0.0, gains))  # by the draft tokens that fit
-        seconds = self.main.seconds
-        worth = best[np.clip(SIZES - tokens, 0, len(order))] - self._rate * seconds[np.maximum(SIZES, tokens)]
-        worth[UNUSED] = -np.inf
-        if self.pass_width.plan(worth.tolist(), self._rate * self.main_change) > tokens:
-            fitting, change = self.pass_width.seconds_of_planned(seconds[: MAX_PADDED + 1].tolist(), self.main_change)
-            self._pass_seconds = seconds + change
-            self._pass_seconds[: len(fitting)] = fitting
+        chances = [chance for each in acceptance for chance in _powers(each)]  # of each request's 1st, 2nd, ... token
+        # the most promising first
+        order = sorted(range(len(chances)), key=chances.__getitem__, reverse=True) if tokens < MAX_PADDED else []
+        gain, most = 0.0, [0.0]  # expected gain of the first 1, 2, ... draft tokens; the most, of those that fit
+        rounds = [0] * LONGEST  # draft tokens that have the same drafting round
+        for i in order[: MAX_PADDED - tokens]:
+            step = i % LONGEST
+            before, seconds = rounds[step], self._further_seconds if step else self._first_seconds
+            rounds[step] += 1
+            gain += chances[i] - self._rate * (seconds[before + 1] - seconds[before])
+            most.append(max(most[-1], gain))
+        main = self.main.between(0, MAX_PADDED)
+        worth = [-inf] * MAX_PADDED
+        for size in SIZES:
+            drafted = min(max(size - tokens, 0), len(most) - 1)
+            worth[size - 1] = most[drafted] - self._rate * main[max(size, tokens)]
+        if self.pass_width.plan(worth, self._rate * self.main_change) > tokens:
+            self._planned_seconds, self._unplanned_change = self.pass_width.seconds_of_planned(main, self.main_change)
+
+    def _pass_seconds(self, start: int, end: int) -> list[float]:
+        """Seconds of the main model's next forward pass, if it needs `start`, `start` + 1, ... `end` tokens."""
+        seconds = [of_size + self._unplanned_change for of_size in self.main.between(start, end)]
+        planned = self._planned_seconds[start : end + 1]
+        seconds[: len(planned)] = planned
+        return seconds
 
     def _requests_to_draft(self, estimates: Sequence[Estimate], tokens: int, model_users: int) -> list[int]:
-        survival = np.array([estimate.survival for estimate in estimates])
-        acceptance = np.array([estimate.next() for estimate in estimates])
-        models = np.array([not estimate.copies for estimate in estimates])
-        chosen = self._best_requests(survival, acceptance, models, tokens, model_users)
+        candidates = [_Candidate(one.survival, one.next(), not one.copies) for one in estimates]
+        chosen = self._best_requests(candidates, tokens, model_users)
         first = not any(estimate.drafted for estimate in estimates)
         due = [i for i, estimate in enumerate(estimates) if first and estimate.is_due and i not in chosen]
         if due:  # probe requests whose acceptance is believed to be poor, unless the batch is too full for any draft
             for i in due:
                 estimates[i].copies = False  # the draft model is probed
-            optimistic = np.maximum([estimates[i].next() for i in due], AcceptanceEstimate.PRIOR_ACCEPTANCE)
-            others = model_users + int(models[chosen].sum())
-            more = self._best_requests(survival[due], optimistic, np.ones(len(due), bool), tokens + len(chosen), others)
+            prior = AcceptanceEstimate.PRIOR_ACCEPTANCE
+            probed = [_Candidate(estimates[i].survival, max(estimates[i].next(), prior), True) for i in due]
+            others = model_users + sum(candidates[i].uses_model for i in chosen)
+            more = self._best_requests(probed, tokens + len(chosen), others)
             chosen += [due[i] for i in more]
         is_due = first and not chosen and not model_users and self._plain >= self.PROBE_AFTER
         if is_due and (can_probe := [i for i, estimate in enumerate(estimates) if estimate.can_use_model]):
@@ -262,29 +279,39 @@ class BatchDraftLength:
         if not self._drafted:
             if not changed:  # after a pass of another size, this one took longer than those of plain decoding
                 comparison.observe_plain(seconds, self.main.measured(tokens))
-            self._totals += (self._num_requests, gained, 1, 1)
+            self._add_to_totals(gained, 1, 1)
             comparison.budget.update(comparison.plain_change, comparison.plain_change)
             return
         worth = gained / self._num_requests
-        self._totals += (self._num_requests, gained, worth, seconds / self._plain_seconds)
+        self._add_to_totals(gained, worth, seconds / self._plain_seconds)
         taken = min(seconds, 2 * self._seconds) / self._plain_seconds  # an outlier counts as twice as long
         comparison.observe_drafted(worth, taken)
 
-    def _best_requests(
-        self, survival: np.ndarray, acceptance: np.ndarray, models: np.ndarray, tokens: int, model_users: int
-    ) -> list[int]:
-        order = np.argsort(-survival * acceptance, kind="stable")
-        gains = survival[order, None] * np.cumsum(acceptance[order, None] ** STEPS, axis=1)  # [texts, steps]
-        n = np.arange(1, len(order) + 1)[:, None]
-        computed = model_users + models[order].cumsum()[:, None]  # requests that need a forward pass of the draft model
-        further = self._further_seconds[computed] - self._further_seconds[model_users]
-        first = self._first_seconds[computed] - self._first_seconds[model_users]
-        main_seconds, longest = self._pass_seconds, len(self._pass_seconds) - 1
-        verify = main_seconds[np.minimum(tokens + n * STEPS, longest)] - main_seconds[min(tokens, longest)]
-        seconds = verify + (STEPS * further if self._computed else first + (STEPS - 1) * further)
-        net = gains.cumsum(axis=0) - self._rate * seconds
-        num_requests, _ = np.unravel_index(net.argmax(), net.shape)
-        return order[: num_requests + 1].tolist() if net.max() > 0 else []
+    def _best_requests(self, candidates: Sequence[_Candidate], tokens: int, model_users: int) -> list[int]:
+        """The indices of the most promising requests: as many as gain most by a draft token each, or by several."""
+        order = sorted(range(len(candidates)), key=lambda i: -candidates[i].survival * candidates[i].acceptance)
+        main = self._pass_seconds(tokens, tokens + len(order) * LONGEST)
+        first_seconds = self._further_seconds if self._computed else self._first_seconds
+        computed = model_users  # requests that need a forward pass of the draft model
+        gains = [0.0] * LONGEST  # expected tokens of 1, 2, ... draft tokens of each request so far
+        most, chosen = 0.0, 0
+        for count, i in enumerate(order, start=1):
+            survival, acceptance, uses_model = candidates[i]
+            computed += uses_model
+            first = first_seconds[computed] - first_seconds[model_users]
+            further = self._further_seconds[computed] - self._further_seconds[model_users]
+            accepted = accumulate(_powers(acceptance))
+            gains = [gain + survival * tokens_gained for gain, tokens_gained in zip(gains, accepted, strict=True)]
+            if gains[-1] <= most + self._rate * (main[count] - main[0] + first):
+                continue  # as many tokens as from the longest drafts, in the time of the shortest, were not worth it
+            for step, gain in enumerate(gains):
+                seconds = main[count * (step + 1)] - main[0] + first + step * further
+                if gain - self._rate * seconds > most:
+                    most, chosen = gain - self._rate * seconds, count
+        return order[:chosen]
+
+    def _add_to_totals(self, gained: int, worth: float, taken: float) -> None:
+        self._totals = list(map(add, self._totals, (self._num_requests, gained, worth, taken)))
 
     def describe(self) -> str:
         """Acceptance, speedup and measured costs so far, in one line."""
@@ -311,3 +338,8 @@ def _is_new(size: int, sizes: set[int]) -> bool:
     is_new = size not in sizes
     sizes.add(size)
     return is_new
+
+
+def _powers(acceptance: float) -> list[float]:
+    """`acceptance` to the powers of 1, 2, ... `LONGEST`."""
+    return list(accumulate([acceptance] * LONGEST, mul))

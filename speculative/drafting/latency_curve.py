@@ -8,7 +8,6 @@ import functools
 import math
 from bisect import bisect_right
 from collections.abc import Mapping
-from typing import overload
 
 import numpy as np
 
@@ -16,7 +15,6 @@ TIME_WEIGHT = 0.1  # weight of the newest time: load, heat and longer contexts c
 MIN_TIME_WEIGHT = 0.02  # least weight for other numbers of tokens; more for near ones
 KNOTS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048])
 BOUNDS = [0, *KNOTS.tolist()]
-SIZES = np.arange(KNOTS[-1] + 1)
 
 
 def excess(seen: float, expected: float) -> float:
@@ -98,27 +96,19 @@ class LatencyCurve:
             measured_knots += slope * np.maximum(KNOTS - n[-1], 0)
         self._measured: list[float] = measured_knots.tolist()
         self._change = [1.0] * len(KNOTS)  # learned / measured
-        self._table: np.ndarray | None = None  # of SIZES, computed when it is needed
         self._learn()
 
-    @overload
-    def __call__(self, n: int) -> float: ...
-
-    @overload
-    def __call__(self, n: np.ndarray) -> np.ndarray: ...
-
-    def __call__(self, n: np.ndarray | int) -> np.ndarray | float:
-        """Seconds of forward passes over n tokens; 0 for n = 0."""
-        if isinstance(n, np.ndarray):
-            return np.interp(n, BOUNDS, self._learned)
+    def __call__(self, n: int) -> float:
+        """Seconds of a forward pass over n tokens; 0 for n = 0."""
         return _interpolate(n, self._learned)
 
-    @property
-    def seconds(self) -> np.ndarray:
-        """Seconds of forward passes over 0, 1, ... tokens."""
-        if self._table is None:
-            self._table = np.interp(SIZES, BOUNDS, self._learned)
-        return self._table
+    def between(self, start: int, end: int) -> list[float]:
+        """Seconds of forward passes over `start`, `start` + 1, ... `end` tokens."""
+        values: list[float] = []
+        for left, right, seconds, more in zip(BOUNDS, BOUNDS[1:], self._learned, self._learned[1:], strict=False):
+            slope = (more - seconds) / (right - left)
+            values += [seconds + slope * (n - left) for n in range(max(left, start), min(right, end + 1))]
+        return values + [self._learned[-1]] * (end + 1 - max(start, BOUNDS[-1]))
 
     def measured(self, n: int) -> float:
         """Seconds of a forward pass over n tokens as measured, before any update."""
@@ -135,14 +125,13 @@ class LatencyCurve:
             ]
             self._learn()
 
-    def max_tokens(self, seconds: float, other_tokens: int) -> int:
-        """Number of tokens that fit into a forward pass of `seconds` besides `other_tokens` tokens."""
-        return int(np.count_nonzero(self.seconds[other_tokens + 1 :] <= seconds))
+    def max_tokens(self, seconds: float, other_tokens: int, most: int) -> int:
+        """Number of tokens, up to `most`, that fit into a forward pass of `seconds` besides `other_tokens` tokens."""
+        return sum(taken <= seconds for taken in self.between(other_tokens + 1, other_tokens + most))
 
     def _learn(self) -> None:
         learned = [seconds * change for seconds, change in zip(self._measured, self._change, strict=True)]
         self._learned = [0.0, *learned]  # of BOUNDS
-        self._table = None
 
 
 def _interpolate(n: int, values: list[float]) -> float:

@@ -325,6 +325,5 @@ def test_probe_is_for_a_request_that_can_use_the_draft_model():
         estimate.set_next(None, can_use_model=estimate is able)
     rule.begin([beyond, able], 2)
     rule._plain = rule.PROBE_AFTER
-    rule._pass_seconds = rule.main.seconds
     assert rule._requests_to_draft([beyond, able], 2, 0) == [1]
     assert rule._requests_to_draft([beyond], 2, 0) == []

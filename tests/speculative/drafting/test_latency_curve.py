@@ -3,30 +3,32 @@
 import numpy as np
 import pytest
 
-from speculative.drafting.latency_curve import LatencyCurve, LatencyTable
+from speculative.drafting.latency_curve import BOUNDS, LatencyCurve, LatencyTable
 
 
 def test_costs_of_unmeasured_sizes_are_interpolated_linearly():
     costs = LatencyCurve({1: 10.0, 2: 11.0, 4: 13.0})
     assert costs(0) == 0 and costs(3) == pytest.approx(12) and costs(100) == pytest.approx(109)
-    assert costs.max_tokens(20.0, other_tokens=1) == 10 and costs.max_tokens(5.0, other_tokens=1) == 0
+    assert costs.max_tokens(20.0, other_tokens=1, most=512) == 10
+    assert costs.max_tokens(20.0, other_tokens=1, most=8) == 8 and costs.max_tokens(5.0, other_tokens=1, most=512) == 0
     for _ in range(100):
         costs.update(2, 22.0)
     assert costs(2) == pytest.approx(22, rel=0.05)
 
 
-def test_one_number_of_tokens_costs_as_much_as_in_an_array():
+def test_ranges_of_sizes_are_interpolated_as_single_ones_and_by_numpy():
     """Before and after updates, between and beyond the measured sizes."""
     costs = LatencyCurve({1: 10.0, 2: 11.0, 100: 80.0})
-    n = np.arange(0, 2200, 7)
     for size, seconds in ((1, 12.0), (40, 20.0), (300, 900.0)):
         costs.update(size, seconds)
-        assert [costs(i) for i in n.tolist()] == pytest.approx(costs(n).tolist())
-        assert costs.seconds[:2049:7] == pytest.approx(costs(n[n < 2049]))
+        table = [costs(n) for n in range(2200)]
+        assert np.interp(range(2200), BOUNDS, [costs(n) for n in BOUNDS]) == pytest.approx(table)
+        for start, end in ((0, 0), (0, 64), (3, 3), (5, 700), (64, 2047), (2048, 2048), (2040, 2199), (2100, 2150)):
+            assert costs.between(start, end) == pytest.approx(table[start : end + 1])
 
 
 def test_more_tokens_never_cost_less():
-    assert LatencyCurve({1: 10.0, 2: 9.0, 4: 13.0})(np.array([1, 2, 3])).tolist() == [9, 9, 11]
+    assert LatencyCurve({1: 10.0, 2: 9.0, 4: 13.0}).between(1, 3) == [9, 9, 11]
 
 
 def test_table_spreads_a_time_over_neighbouring_sizes():
