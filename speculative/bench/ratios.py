@@ -77,7 +77,8 @@ def verdict(facts: list[Ratio], starts: int) -> list[str]:
     kinds: dict[str, list[str]] = {"faster": [], "level": [], "slower": []}
     for fact in compared:
         bounds = [*fact["range"], *(fact["interval"] or [0, math.inf])]  # of a single prompt, no engine is known faster
-        kind = "faster" if min(bounds) > 1 else "slower" if max(bounds) < 1 else "level"
+        least, most = round(min(bounds), 2), round(max(bounds), 2)  # as printed: 0.998 is level
+        kind = "faster" if least > 1 else "slower" if most < 1 else "level"
         kinds[kind].append(f"{fact['where']} {fact['ratio']:.2f}x")
     by_outcome = "; ".join(f"{kind}: {', '.join(where)}" for kind, where in kinds.items() if where)
     lines = [f"Our engine relative to GenAI's pipeline, tokens/s on identical texts: {by_outcome}."]

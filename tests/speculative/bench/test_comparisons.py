@@ -89,6 +89,8 @@ def test_differing_texts_are_compared_separately():
         ([1.02, 1.05], [0.99, 1.06], "level: alone"),
         ([0.98, 1.05], [1.01, 1.06], "level: alone"),
         ([0.90, 0.98], [0.91, 0.99], "slower: alone"),
+        ([0.97, 0.998], [0.98, 0.999], "level: alone"),
+        ([1.001, 1.02], [1.002, 1.03], "level: alone"),
         ([1.02, 1.05], None, "level: alone"),
         ([0.90, 0.98], None, "level: alone"),
     ],
