@@ -17,11 +17,11 @@ Llama architecture), an ordinary draft model for every engine and device. Stages
               the served IR
 3. training   in torch: a head of the published architecture, by training-time test; or distillation of the model
               without the layers that change the hidden states least
-4. verdict    acceptance on held-out prompts, also by category, and speed compared with prompt lookup, the main model
-              alone and other drafts (--compare)
+4. verdict    acceptance on held-out prompts, also by category, and speed compared with suffix decoding, the main
+              model alone and other drafts (--compare)
 
---online runs the main model on --device, too: on a GPU it writes millions of tokens in minutes there, and its hidden
-states are computed during the training instead of being stored. For main models of the Llama architecture.
+--online runs the main model in torch on --device, too, and computes its hidden states during the training instead of
+storing them: for millions of tokens on a GPU. For main models of the Llama architecture.
 
 --init-from HEAD trains an existing head further, such as a published one for a fine-tuned or quantized main model, or
 for your own prompts. It keeps its vocabulary, unless --draft-vocabulary chooses another one from the new texts.

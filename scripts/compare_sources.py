@@ -1,11 +1,11 @@
-"""Compare sources of draft tokens by fixed costs: suffix decoding, a draft with fixed and adaptive draft length, both.
+"""Compare sources of draft tokens with simulated times: suffix decoding, a draft with fixed or adaptive K, both.
 
     python scripts/compare_sources.py models/embedded/main models/embedded/draft --max-prompts 20
 
 benchmark.py measures the time of each source. Where the speed of a machine varies, differences of a few percent need
 many rounds. Here, the models decode real texts, and each forward pass counts as long as the cost model says, measured
 once for each size (cached, or read with `--costs` from an earlier result). With the same costs and `--seed`, the result
-is the same. What the engine does outside the models does not count: 2 to 10 % of an iteration.
+is the same. What the engine does outside the models does not count: 1 to 8 % of an iteration.
 
 Columns:
 

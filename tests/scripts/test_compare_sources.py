@@ -1,4 +1,4 @@
-"""compare_sources.py as users run it, and the times that its fixed costs give. No test depends on a measured time."""
+"""compare_sources.py as users run it, and the times that its cost model gives. No test depends on a measured time."""
 
 import dataclasses
 import html

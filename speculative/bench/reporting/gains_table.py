@@ -59,8 +59,9 @@ def summary(recorded: dict[str, RecordedResult]) -> str:
         for name in used
     )
     note = (
-        "Speedup over the main model alone (greedy: in GenAI's pipeline), decode only, median and range; [by category "
-        f"of prompt](docs/benchmarks.md#all-sources-of-draft-tokens). {measured}. OpenVINO GenAI "
+        "Speedup over the main model alone (greedy: in GenAI's pipeline), median and range; decode only, except for "
+        "the server, whose throughput includes prompts and waiting. It [differs by category of "
+        f"prompt](docs/benchmarks.md#all-sources-of-draft-tokens). {measured}. OpenVINO GenAI "
         f"{recorded[used[0]]['machine']['openvino_genai']}. Measured with [`make figures`](docs/benchmarks.md)."
     )
     return "\n".join([*lines, "", note]) + "\n"
@@ -247,7 +248,7 @@ ROWS: list[tuple[str, str, Cell]] = [
 
 SUMMARY_PAIRS = {
     "eagle3-smollm2": "SmolLM2-135M-Instruct (EAGLE-3 head; chat prompts)",
-    "benchmark-pair": "Benchmark pair (1.1 B int8 main model, 34 M draft; Python code)",
+    "benchmark-pair": "Benchmark pair (synthetic: 1.1 B int8 main model, 34 M draft; Python code)",
 }
 BOTH = tuple(SUMMARY_PAIRS)
 # words, cell, and the recorded result for each of these pairs
