@@ -763,6 +763,18 @@ def test_foreign_folder_or_changed_settings_are_rejected(refuses, main, made, tm
     (other / "notes.txt").touch()
     assert "holds notes.txt, which this program did not make" in refuses(2, main, other)
     assert [path.name for path in other.iterdir()] == ["notes.txt"]
+    for name in ("README.md", "work/new/a", "work/old/b", "work/replaced/c"):
+        (other / name).parent.mkdir(parents=True, exist_ok=True)
+        (other / name).touch()
+    before = sorted(other.rglob("*"))
+    assert "holds README.md, which this program did not make" in refuses(2, main, other)
+    for name in ("README.md", "notes.txt"):
+        (other / name).rename(tmp_path / name)
+    assert "holds work/new, which this program did not make" in refuses(2, main, other)
+    for name in ("README.md", "notes.txt"):
+        (tmp_path / name).rename(other / name)
+    assert sorted(other.rglob("*")) == before
+    shutil.rmtree(other / "work")
     assert "was begun with another --length (64, not 100)" in refuses(2, main, made, *SHORT, "--length", 100)
     assert "was begun with another --kind (eagle3, not pruned)" in refuses(2, main, made, *SHORT[:6], *PRUNED)
     assert "was begun with another main model" in refuses(2, MAIN, made, *SHORT)

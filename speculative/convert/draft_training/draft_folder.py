@@ -22,22 +22,28 @@ class DraftFolder(WorkFolder):
 
     def open(self) -> None:
         """Create and lock OUT/work, and undo an interrupted install. Raises ConvertError if OUT holds anything else."""
-        unexpected = sorted(path.name for path in self.target.iterdir()) if self.target.is_dir() else []
+        names = sorted(path.name for path in self.target.iterdir()) if self.target.is_dir() else []
         if self.target.exists() and not self.target.is_dir():
             raise ConvertError(f"{self.target} is a file; choose another folder for the draft", 2)
         if (self.target / "draft.json").exists() and not self.work.exists():
             raise ConvertError(
                 f"{self.target} holds a finished draft without the folder work; choose another folder, or remove it", 2
             )
-        if unexpected and not self.work.exists():
+        if foreign := self._foreign_name(names):
             raise ConvertError(
-                f"{self.target} holds {unexpected[0]}, which this program did not make; choose a new folder for the "
-                "draft",
-                2,
+                f"{self.target} holds {foreign}, which this program did not make; choose a new folder for the draft", 2
             )
         super().open()
         for leftover in (self.new, self.work / "replaced"):
             shutil.rmtree(leftover, ignore_errors=True)
+
+    def _foreign_name(self, names: list[str]) -> str:
+        """The name of something in OUT, which holds `names`, or in `work`, although no training was begun there."""
+        if self.keeps_something():
+            return ""
+        in_work = sorted(path.name for path in self.work.iterdir()) if self.work.is_dir() else []
+        others = [name for name in names if name != self.work.name]
+        return next(iter(others + [f"{self.work.name}/{name}" for name in in_work if name != "lock"]), "")
 
     def new_names(self) -> list[str]:
         return [*MADE, *self._files]
