@@ -26,6 +26,10 @@ from speculative.sampling.params import SamplingParams
 from speculative.sampling.rejection_sampling import OneHot, Probabilities, Sparse
 
 
+class InvalidLogits(RuntimeError):
+    """The model's logits contain NaN, or their maximum is infinite."""
+
+
 class Distribution:
     """Maps logits to probabilities according to `params`; `greedy` is True if one token has probability 1."""
 
@@ -49,9 +53,9 @@ class Distribution:
         """Return the probabilities float32 [V] of the token that follows `prompt` and `generated` (token ids, int64).
 
         `logits` float32 [V] are not modified. With `targets` int64 [n], ascending, there are logits for these of all
-        `size` tokens only, float32 [n]; the others have probability 0. Raises ValueError if logits contain NaN or their
-        maximum is infinite, and NothingAllowed if the grammar allows no token that has a logit. After the end of the
-        text, all are allowed.
+        `size` tokens only, float32 [n]; the others have probability 0. Raises InvalidLogits if logits contain NaN
+        or their maximum is infinite, and NothingAllowed if the grammar allows no token that has a logit. After the end
+        of the text, all are allowed.
         """
         params = self._params
         needs_processing = self._needs_processing(generated)
@@ -70,7 +74,7 @@ class Distribution:
         if mask and (not len(logits) or logits[best] == -np.inf):
             raise NothingAllowed("no token of the model can continue the text as the grammar demands")
         if not isfinite(logits[best]):  # argmax returns the first NaN, if any
-            raise ValueError(
+            raise InvalidLogits(
                 f"the model's highest logit is {logits[best]}: run it with INFERENCE_PRECISION_HINT=f32, or check it"
             )
         if self.greedy:

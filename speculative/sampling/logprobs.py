@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from speculative.sampling.distribution import largest
+from speculative.sampling.distribution import InvalidLogits, largest
 
 
 class TokenLogprobs(NamedTuple):
@@ -20,10 +20,10 @@ class TokenLogprobs(NamedTuple):
 def token_logprobs(logits: np.ndarray, token: int, top: int) -> TokenLogprobs:
     """The log-probabilities of `token` and of the `top` (1 or more) most probable tokens, from `logits` float32 [V].
 
-    Raises ValueError if the logits contain NaN or their maximum is infinite."""
+    Raises InvalidLogits if the logits contain NaN or their maximum is infinite."""
     best = logits.max()
     if not np.isfinite(best):
-        raise ValueError(f"the model's highest logit is {best}, so no token has a log-probability")
+        raise InvalidLogits(f"the model's highest logit is {best}, so no token has a log-probability")
     total = np.float32(best + np.log(np.exp(logits - best).sum(dtype=np.float64)))
     ids = largest(logits, top) if top < len(logits) else np.argsort(-logits, kind="stable")
     rank = 1 + int(np.count_nonzero(logits > logits[token]))

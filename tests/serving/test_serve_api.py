@@ -26,6 +26,7 @@ from speculative.drafting.latency_curve import LatencyCurve
 from speculative.drafting.proposers import DraftModelProposer
 from speculative.models import cached_model
 from speculative.models.block_pool import OutOfBlocks
+from speculative.sampling.distribution import InvalidLogits
 from speculative.serving import arguments
 from speculative.serving.api.chat_completions import ChatCompletionRequest
 from speculative.serving.api.completions import CompletionRequest
@@ -651,10 +652,11 @@ def planted(*_):
 @pytest.mark.parametrize(
     ("error", "status", "code"),
     [
-        (ValueError("logits that are no numbers"), 400, "invalid_request"),
+        (ValueError("a grammar that allows no token"), 400, "invalid_request"),
         (OutOfBlocks("a text of up to 9 tokens needs more"), 400, "invalid_request"),
         (EngineFailed(RuntimeError("x")), 503, "engine_failed"),
         (RuntimeError("x"), 500, "decoding_failed"),
+        (InvalidLogits("x"), 500, "decoding_failed"),
     ],
 )
 def test_errors_map_to_status_and_code(api, error, status, code):

@@ -19,7 +19,7 @@ from speculative.models import cached_model, eagle3_head
 from speculative.models.batch_model import BatchModel
 from speculative.models.eagle3_batch import BatchHead
 from speculative.models.spec import ModelSpec
-from speculative.sampling.distribution import Distribution
+from speculative.sampling.distribution import Distribution, InvalidLogits
 from speculative.sampling.logprobs import token_logprobs
 from speculative.sampling.lossless_check import compare, exact_joint, main_alone
 from speculative.sampling.params import SamplingParams
@@ -201,7 +201,7 @@ def test_tokens_after_a_stop_string_have_no_logprobs():
 
 def test_logits_without_a_maximum_have_no_logprobs():
     for bad in (np.nan, np.inf):
-        with pytest.raises(ValueError, match="no token has a log-probability"):
+        with pytest.raises(InvalidLogits, match="no token has a log-probability"):
             token_logprobs(np.array([0, bad, 1], np.float32), 0, 1)
     one = token_logprobs(np.array([0, -np.inf], np.float32), 1, 5)
     assert one.logprob == -np.inf and one.rank == 2 and one.top_ids.tolist() == [0, 1]

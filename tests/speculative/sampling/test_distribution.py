@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from openvino import opset13
 from openvino_genai import GenerationConfig
 
-from speculative.sampling.distribution import Distribution, largest, nucleus
+from speculative.sampling.distribution import Distribution, InvalidLogits, largest, nucleus
 from speculative.sampling.params import SamplingParams
 from tests.support.paths import DRAFT
 
@@ -403,7 +403,7 @@ def test_tokens_excluded_by_the_model_stay_excluded():
 @pytest.mark.parametrize("config", [{}, dict(do_sample=True), dict(do_sample=True, top_k=1)])
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
 def test_non_finite_logits_are_an_error(config, broken):
-    with pytest.raises(ValueError, match=r"^the model's highest logit is (nan|inf): run it with \S+, or check it$"):
+    with pytest.raises(InvalidLogits, match=r"^the model's highest logit is (nan|inf): run it with \S+, or check it$"):
         distribution(config)(np.array([0, broken, 1], np.float32), NOTHING, NOTHING)
 
 
