@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -31,6 +32,8 @@ from speculative.error_text import one_line
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+
+T = TypeVar("T")
 
 KINDS = ("json_schema", "regex", "grammar", "structural_tags_config")
 OTHER_KINDS = ("compound_grammar",)
@@ -45,11 +48,16 @@ LEXER_FUEL = 200_000  # to compile; llguidance's default is 1,000,000, which tak
 STACK = 256 << 20  # bytes: llguidance overflows 8 MB on long chains of rules or references, which ends the process
 _stack_size_lock = threading.Lock()  # the size is that of all new threads of the process
 MAX_ERROR = 200  # characters of an error message
+MAX_FORCED_TEXT = 1000  # characters of a forced text that are encoded at once
 INSTALL = "structured_output_config needs llguidance; install it: pip install llguidance==1.9.1"
 
 
 class NothingAllowed(ValueError):
     """The grammar allows no token of the model."""
+
+
+class TooComplex(ValueError):
+    """A text has reached a limit of the lexer."""
 
 
 class Tokens(NamedTuple):
@@ -68,6 +76,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._tokenizer: LLTokenizer | None = None
         self._compiled: WeakValueDictionary[str, Grammar] = WeakValueDictionary()
+        self._kept_text = lru_cache(KEPT_GRAMMARS)(_text)  # to convert a long one takes a tenth of a second
         self._latest: deque[Grammar] = deque(maxlen=KEPT_GRAMMARS)  # references that keep them compiled
         self._lock = threading.Lock()
 
@@ -80,13 +89,15 @@ class Grammars:
                 f"structured_output_config.{kind} has {length:,} characters, but may have at most {MAX_SOURCE:,}"
             )
         try:
-            from llguidance import LLMatcher
+            text = (self._kept_text if isinstance(source, str) else _text)(kind, source)
         except ImportError:
             raise RuntimeError(INSTALL) from None
-        try:
-            text = LLMatcher.grammar_from_lark(f"{OPTIONS}\n{_lark(kind, source)}")
         except (ValueError, RecursionError) as error:
             raise _invalid(kind, str(error)) from None
+        return self._get(kind, text)
+
+    def _get(self, kind: str, text: str) -> "Grammar":
+        """The compiled grammar; a new one if its lexer is full."""
         grammar = self._compiled.get(text)
         if not grammar or grammar.is_exhausted:
             grammar = self._compiled[text] = self._new(kind, text)
@@ -105,9 +116,9 @@ class Grammars:
         matcher = _on_large_stack(lambda: LLMatcher(tokenizer, text, log_level=0, limits=limits))
         if matcher.is_error():
             raise _invalid(kind, matcher.get_error())
-        grammar = Grammar(matcher, self._vocab_size, self._encoder)
+        grammar = Grammar(matcher, self._vocab_size, self._encoder, partial(self._get, kind, text))
         try:
-            first_mask = grammar.state().mask(np.zeros(0, np.int64))
+            first_mask = grammar.state().first_mask()
         except ValueError as error:
             raise _invalid(kind, str(error)) from None
         if first_mask is None or (first_mask.are_allowed and not len(first_mask.ids)):
@@ -116,13 +127,20 @@ class Grammars:
 
 
 class Grammar:
-    """A compiled grammar."""
+    """A compiled grammar. All its texts share a lexer, whose states add up; `renewed` gives one with a new lexer."""
 
-    def __init__(self, matcher: "LLMatcher", vocab_size: int, encode: Callable[[str], list[int]]):
+    def __init__(
+        self,
+        matcher: "LLMatcher",
+        vocab_size: int,
+        encode: Callable[[str], list[int]],
+        renewed: Callable[[], "Grammar"],
+    ):
         self._matcher = matcher
         self.vocab_size = vocab_size
         self.encode = encode
-        self.is_exhausted = False  # whether a text has reached a limit of the lexer, which all texts share
+        self.renewed = renewed  # compiles it again once it is exhausted
+        self.is_exhausted = False  # whether a text has reached a limit of the lexer
         self._lock = threading.Lock()
 
     def matcher(self) -> "LLMatcher":
@@ -160,6 +178,7 @@ class GrammarState:
         size = grammar.vocab_size
         self._grammar = grammar
         self._matcher = grammar.matcher()
+        self._is_renewed = False  # whether this text has exhausted a lexer before
         self._stop = stop
         self._stop_ids = [token for token in stop if token < size]
         self._never_allowed = [token for token in stop | special if token < size]
@@ -170,7 +189,14 @@ class GrammarState:
 
     def mask(self, generated: np.ndarray) -> Mask | None:
         """The mask of tokens that may follow `generated` (int64 [m]), empty if the vocabulary cannot continue the text;
-        None after its end. Raises ValueError if `generated` is not allowed."""
+        None after its end. Raises ValueError if `generated` is not allowed, and TooComplex."""
+        return self._within_limits(lambda: self._mask(generated))
+
+    def first_mask(self) -> Mask | None:
+        """The mask of the first token. Raises TooComplex even if only other texts have filled the lexer."""
+        return self._mask(np.zeros(0, np.int64))
+
+    def _mask(self, generated: np.ndarray) -> Mask | None:
         self._drop_stale_masks(generated)
         if len(generated) not in self._masks:
             if not self._advance(generated) or self._is_over():
@@ -180,6 +206,9 @@ class GrammarState:
 
     def allows(self, generated: np.ndarray, token: int) -> bool:
         """Whether `token` may follow `generated`. Computes no mask."""
+        return self._within_limits(lambda: self._allows(generated, token))
+
+    def _allows(self, generated: np.ndarray, token: int) -> bool:
         self._drop_stale_masks(generated)
         if mask := self._masks.get(len(generated)):
             return token in mask
@@ -191,22 +220,42 @@ class GrammarState:
 
     def is_over(self, generated: np.ndarray) -> bool:
         """Whether no token can follow `generated`: the grammar is complete, or the last token ends the text."""
-        return not self._advance(generated) or self._is_over()
+        return self._within_limits(lambda: not self._advance(generated) or self._is_over())
 
-    def forced(self, generated: np.ndarray) -> list[int]:
-        """The tokens that follow `generated` if the next bytes are certain, in the tokenizer's encoding. Other tokens
-        may spell the same bytes."""
+    def forced(self, generated: np.ndarray, most: int) -> list[int]:
+        """The tokens, up to `most`, that follow `generated` if the next bytes are certain, in the tokenizer's encoding.
+        Other tokens may spell the same bytes."""
+        return self._within_limits(lambda: self._forced(generated, most))
+
+    def _forced(self, generated: np.ndarray, most: int) -> list[int]:
         if not self._advance(generated) or self._is_over():
             return []
         text = self._matcher.compute_ff_bytes().decode("utf-8", "ignore")
         self._check_limits()
-        tokens = self._grammar.encode(text) if text else []
+        tokens = self._grammar.encode(text[:MAX_FORCED_TEXT])[:most] if text else []
         usable = next((i for i, token in enumerate(tokens) if token in self._never_allowed), len(tokens))
         return tokens[: self._matcher.validate_tokens(tokens[:usable])] if usable else []
 
     def forget(self, before: int) -> None:
         """Free the results for texts of less than `before` tokens."""
         self._masks = {length: mask for length, mask in self._masks.items() if length >= before}
+
+    def _within_limits(self, compute: Callable[[], T]) -> T:
+        """What `compute` returns, with a new lexer if other texts have filled this one: each text may fill a lexer."""
+        if self._grammar.is_exhausted:
+            self._renew()
+        try:
+            return compute()
+        except TooComplex:
+            if self._is_renewed:
+                raise
+            self._is_renewed = True
+            self._renew()
+            return compute()
+
+    def _renew(self) -> None:
+        self._grammar = self._grammar.renewed()
+        self._matcher, self._consumed = self._grammar.matcher(), 0
 
     def _is_over(self) -> bool:
         return bool(self._matcher.is_stopped() and self._matcher.is_accepting())  # otherwise a dead end
@@ -236,6 +285,7 @@ class GrammarState:
         count = self._matcher.try_consume_tokens(rest[:end]) if end else 0
         self._consumed += count
         if count < end and not self._is_over():
+            self._check_limits()
             raise ValueError(
                 self._error() or f"the grammar does not allow token {rest[count]} after {self._consumed} others"
             )
@@ -259,10 +309,10 @@ class GrammarState:
         return "NoExtensionBias" in self._matcher.get_error()
 
     def _check_limits(self) -> None:
-        """Raise ValueError if the matcher has exceeded a limit, after which it is of no use."""
+        """Raise TooComplex if the matcher has exceeded a limit, after which it is of no use."""
         if self._matcher.is_error() and not self._is_dead_end:
             self._grammar.is_exhausted = True
-            raise ValueError(f"structured_output_config is too complex for this text: {self._error()}")
+            raise TooComplex(f"structured_output_config is too complex for this text: {self._error()}")
 
     def _error(self) -> str:
         message = self._matcher.get_error()
@@ -322,6 +372,13 @@ def _single_kind(config: StructuredOutputConfig) -> tuple[str, Any]:
             f"structured_output_config has {' and '.join(kinds) or 'no grammar'}, but needs one of {', '.join(KINDS)}"
         )
     return kinds[0], getattr(config, kinds[0])
+
+
+def _text(kind: str, source: Any) -> str:
+    """The grammar as llguidance compiles it. Raises ValueError."""
+    from llguidance import LLMatcher
+
+    return LLMatcher.grammar_from_lark(f"{OPTIONS}\n{_lark(kind, source)}")
 
 
 def _lark(kind: str, source: Any) -> str:

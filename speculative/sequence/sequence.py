@@ -166,11 +166,11 @@ class Sequence:
         """Draft the tokens whose bytes the grammar forces. Returns whether there are any. They are verified as any
         others, as the main model may prefer other tokens with these bytes."""
         count = self.drafted
-        for token in self._grammar.forced(self._generated) if self._grammar and self.can_draft else ():
-            proposal = Proposal(token, OneHot(token, self._vocab_size), lambda: 1.0)
-            if not self.can_draft or self.forced >= self._max_forced:
+        most = self._max_forced - self.forced if self._grammar and self.can_draft else 0
+        for token in self._grammar.forced(self._generated, most) if self._grammar and most > 0 else ():
+            if not self.can_draft:
                 break
-            self.draft(proposal)
+            self.draft(Proposal(token, OneHot(token, self._vocab_size), lambda: 1.0))
             self.forced += 1
         return self.drafted > count
 

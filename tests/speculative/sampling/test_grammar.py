@@ -96,10 +96,10 @@ def test_stop_token_is_not_part_of_the_text():
 
 def test_forced_tokens_use_tokenizer_spelling_and_others_are_allowed():
     state = state_of(regex="abcd(a|b)")
-    assert state.forced(ids()) == [2, 3, 5]
+    assert state.forced(ids(), 8) == [2, 3, 5]
     assert allowed(state) == [0, 2]
-    assert state.forced(ids(0)) == [4, 5]
-    assert state.forced(ids(2, 3, 5)) == [] and state.forced(ids(2, 3, 5, 0)) == []
+    assert state.forced(ids(0), 8) == [4, 5]
+    assert state.forced(ids(2, 3, 5), 8) == [] and state.forced(ids(2, 3, 5, 0), 8) == []
     assert allowed(state, 0) == [1, 4]
 
 

@@ -96,6 +96,48 @@ def test_grammar_with_exhausted_lexer_is_compiled_again(monkeypatch):
     assert compiler.compile(config).state().mask(text[:5]) is not None
 
 
+LABELS = ["".join("abcd"[n // 4**place % 4] for place in range(6)) for n in range(0, 4**6, 41)]  # 100
+
+
+def test_texts_of_a_grammar_do_not_fill_its_lexer_together(monkeypatch):
+    """The lexer's states add up over all texts; one of these texts is half finished when others reach the limit."""
+    monkeypatch.setattr(grammar, "MAX_LEXER_STATES", 80)
+    compiler, config = grammars(), StructuredOutputConfig(regex="|".join(LABELS))
+    tokens = {label: np.array([{"a": 0, "b": 1, "c": 3, "d": 5}[letter] for letter in label]) for label in LABELS}
+    compiled, half = compiler.compile(config), compiler.compile(config).state()
+    assert half.mask(tokens[LABELS[7]][:3]) is not None
+    for label in LABELS:
+        state = compiler.compile(config).state()
+        for length in range(len(label)):
+            assert tokens[label][length] in state.mask(tokens[label][:length]), label
+        assert state.is_over(tokens[label])
+    assert compiled.is_exhausted and compiler.compile(config) is not compiled
+    assert half.allows(tokens[LABELS[7]][:3], int(tokens[LABELS[7]][3])) and half.is_over(tokens[LABELS[7]])
+
+
+def test_grammar_too_complex_for_any_text_is_rejected_at_once(monkeypatch):
+    monkeypatch.setattr(grammar, "MAX_LEXER_STATES", 3)
+    with pytest.raises(ValueError, match=r"^structured_output_config\.regex is invalid: [^\n]*too complex"):
+        grammars().compile(StructuredOutputConfig(regex="|".join(LABELS)))
+
+
+def test_converted_grammar_is_kept(monkeypatch):
+    """Converting 64 kB takes a tenth of a second, and a server compiles the grammar for each text."""
+    compiler, calls = grammars(), []
+    convert = grammar._lark
+    monkeypatch.setattr(grammar, "_lark", lambda *source: calls.append(source) or convert(*source))
+    config = StructuredOutputConfig(grammar='root ::= "a" "b"\n# a comment of this test')
+    assert compiler.compile(config) is compiler.compile(config) and len(calls) == 1
+
+
+def test_long_forced_text_is_encoded_in_part(monkeypatch):
+    state = grammars().compile(StructuredOutputConfig(regex="ab" + "c" * 3000)).state()
+    encoded = []
+    monkeypatch.setattr(state._grammar, "encode", lambda text: encoded.append(text) or [0] * len(text))
+    state.forced(np.zeros(0, np.int64), 8)
+    assert [len(text) for text in encoded] == [grammar.MAX_FORCED_TEXT]
+
+
 @pytest.mark.parametrize("regex", ["(a{1,1000}){1,1000}", "((a|b){1,1000}){1,1000}", "(.*a.{30}b.*)|(.*c.{40}d.*)"])
 def test_exploding_expression_is_followed_or_ends_with_an_error(regex):
     state, text = grammars().compile(StructuredOutputConfig(regex=regex)).state(), np.zeros(0, np.int64)
