@@ -174,7 +174,8 @@ class BatchDraftLength:
             self._planned_seconds, self._unplanned_change = [], 0.0
         if not estimates:
             return []
-        if (self._comparison.is_due and not self._drafted) or self._comparison.remaining <= 0:
+        is_due = self._comparison.is_due and not self._drafted and not self._forced  # a forced draft cannot be compared
+        if is_due or self._comparison.remaining <= 0:
             if is_first_round:
                 self.pass_width.plan_one()
             return []
@@ -302,8 +303,6 @@ class BatchDraftLength:
             further = self._further_seconds[computed] - self._further_seconds[model_users]
             accepted = accumulate(_powers(acceptance))
             gains = [gain + survival * tokens_gained for gain, tokens_gained in zip(gains, accepted, strict=True)]
-            if gains[-1] <= most + self._rate * (main[count] - main[0] + first):
-                continue  # as many tokens as from the longest drafts, in the time of the shortest, were not worth it
             for step, gain in enumerate(gains):
                 seconds = main[count * (step + 1)] - main[0] + first + step * further
                 if gain - self._rate * seconds > most:

@@ -317,6 +317,18 @@ def test_budget_recovers_beside_requests_with_their_own_policy():
     assert comparison.remaining > 0
 
 
+def test_due_comparison_does_not_stop_drafts_beside_requests_with_their_own_policy():
+    """Such iterations cannot be compared with plain decoding: the comparison waits until these requests have left."""
+    rule = rule_of()
+    estimate = rule.estimate()
+    for forced, drafts in ((False, []), (True, [0])):
+        estimate.begin()
+        rule.begin([estimate], 2)
+        while not rule._comparison.is_due:
+            rule._comparison.observe_drafted(worth=1.0, taken=1.0)
+        assert rule.choose([estimate], 2, 0, forced) == drafts
+
+
 def test_probe_is_for_a_request_that_can_use_the_draft_model():
     rule = BatchDraftLength(curve(slow), curve(slow), curve(slow))
     beyond, able = rule.estimate(combined=True), rule.estimate(combined=True)
