@@ -31,6 +31,7 @@ from speculative.models.block_pool import BlockPool, OutOfBlocks
 from speculative.models.paged_model import PagedModel, SequenceInput, rounded_up
 from speculative.models.spec import ModelSpec
 from speculative.sampling import rejection_sampling
+from speculative.sampling.distribution import InvalidLogits
 from speculative.sampling.lossless_check import compare, exact_joint, main_alone
 from speculative.sampling.params import SamplingParams
 from speculative.sampling.rejection_sampling import Acceptance, draw
@@ -904,7 +905,7 @@ def test_failing_request_ends_with_its_error_and_others_continue(failure, crowd,
         and bad.error
         and gains.index(last) == max(i for i, gain in enumerate(gains) if gain.request is bad)
     )
-    assert isinstance(bad.error, ValueError if failure is fails_while_drafting else Broken)
+    assert isinstance(bad.error, InvalidLogits if failure is fails_while_drafting else Broken)
     for request, prompt in zip(others, PROMPTS[0:3:2], strict=False):
         assert request.finished and not request.error
         if crowd == "with others":
