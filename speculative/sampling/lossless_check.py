@@ -148,10 +148,16 @@ def expected_total_variation(probabilities: np.ndarray, draws: int) -> float:
 def chi_square_p_value(observed: np.ndarray, probabilities: np.ndarray) -> float:
     """The p-value of Pearson's chi-square test that the counts `observed` [n] are draws from `probabilities` [n].
 
-    The rarest cells are merged until each has 10 expected draws, which the chi-square approximation needs.
+    The rarest cells are merged until each has 10 expected draws, which the chi-square approximation needs. If all but
+    the likeliest have fewer together, the p-value is that of an exact binomial test, twice the smaller tail.
     """
-    order, starts = _cells_of_test(probabilities, int(observed.sum()))
-    observed, expected = observed[order], probabilities[order] * observed.sum()
+    draws = int(observed.sum())
+    order, starts = _cells_of_test(probabilities, draws)
+    if rare := _rare_cell(probabilities, draws):
+        index, p = rare
+        seen = int(np.add.reduceat(observed[order], starts)[index])
+        return _binomial_p_value(seen, draws, p)
+    observed, expected = observed[order], probabilities[order] * draws
     observed, expected = np.add.reduceat(observed, starts), np.add.reduceat(expected, starts)
     statistic = float(((observed - expected) ** 2 / expected).sum())
     return _chi_square_above(statistic, len(expected) - 1)
@@ -165,9 +171,12 @@ def detectable_total_variation(cells: Cells, draws: int, alpha: float, power: fl
     The test's noncentrality for draws from q is N sum (q - p)^2 / p, for a distance d at least 4 N d^2 (Cauchy-Schwarz;
     as little where |q - p| is proportional to p).
     """
-    degrees = len(_cells_of_test(np.array(list(cells.values())), draws)[1]) - 1
+    probabilities = np.array(list(cells.values()))
+    degrees = len(_cells_of_test(probabilities, draws)[1]) - 1
     if not degrees:
         return None
+    if rare := _rare_cell(probabilities, draws):
+        return _detectable_by_binomial(rare[1], draws, alpha, power)
     critical = _smallest(lambda x: _chi_square_above(x, degrees) <= alpha)
     noncentrality = _smallest(lambda x: _noncentral_chi_square_above(critical, degrees, x) >= power)
     return min(1.0, math.sqrt(noncentrality / (4 * draws)))
@@ -180,6 +189,44 @@ def _cells_of_test(probabilities: np.ndarray, draws: int) -> tuple[np.ndarray, n
     at_most = expected[::-1].cumsum()[::-1]  # a cell and all rarer ones
     separate = max(1, int(np.count_nonzero((expected >= EXPECTED) & (at_most - expected >= EXPECTED))))
     return order, np.arange(separate + 1) if separate < len(expected) else np.arange(separate)
+
+
+def _rare_cell(probabilities: np.ndarray, draws: int) -> tuple[int, float] | None:
+    """The index and the probability of the rarer of two cells of the test, if it has too few expected draws for a
+    chi-square test; else None."""
+    order, starts = _cells_of_test(probabilities, draws)
+    of_test = np.add.reduceat(probabilities[order], starts)
+    index = int(of_test.argmin())
+    return (index, float(of_test[index])) if len(of_test) == 2 and of_test[index] * draws < EXPECTED else None
+
+
+def _binomial_below(k: int, draws: int, p: float) -> float:
+    """The probability of less than `k` of `draws` draws that each have the probability `p`."""
+    if p <= 0 or p >= 1:
+        return float(k > (draws if p >= 1 else 0))
+    return min(
+        1.0, sum(math.exp(_log_choose(draws, i) + i * math.log(p) + (draws - i) * math.log1p(-p)) for i in range(k))
+    )
+
+
+def _binomial_p_value(seen: int, draws: int, p: float) -> float:
+    """Two-sided: twice the smaller tail."""
+    return min(1.0, 2 * min(_binomial_below(seen + 1, draws, p), 1 - _binomial_below(seen, draws, p)))
+
+
+def _detectable_by_binomial(p: float, draws: int, alpha: float, power: float) -> float | None:
+    """`detectable_total_variation` of a cell with probability `p` and the rest."""
+    mean = math.ceil(draws * p)
+    above = next((k for k in range(mean, draws + 1) if 2 * (1 - _binomial_below(k, draws, p)) <= alpha), None)
+    below = max((k for k in range(mean) if 2 * _binomial_below(k + 1, draws, p) <= alpha), default=-1)
+    if above is None:
+        return None
+
+    def is_detected(distance: float) -> bool:
+        too_often = 1 - _binomial_below(above, draws, p + distance) >= power
+        return too_often and (distance > p or _binomial_below(below + 1, draws, p - distance) >= power)
+
+    return min(1.0, _smallest(is_detected))
 
 
 def _smallest(holds: Callable[[float], bool]) -> float:

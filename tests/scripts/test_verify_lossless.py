@@ -118,6 +118,37 @@ def test_p_values_of_correct_samples_are_uniform():
             assert np.mean(p_values < level) == pytest.approx(level, abs=0.03)
 
 
+@pytest.mark.parametrize("draws", [300, 3000])
+@pytest.mark.parametrize("likeliest", [0.9995, 0.999, 0.99])
+def test_nearly_certain_texts_cause_no_false_alarms(likeliest, draws):
+    """Of so few expected draws in all other cells, a chi-square test raised 0.1 to 1 % instead of 0.01 %."""
+    rest = (1 - likeliest) * np.array([0.6, 0.3, 0.1, 0.0])
+    cells = {(i,): p for i, p in enumerate([likeliest, *rest])}
+    p = np.array(list(cells.values()))
+    tails = np.array([lossless_check._binomial_p_value(k, draws, 1 - likeliest) for k in range(60)])
+    chances = np.diff([lossless_check._binomial_below(k, draws, 1 - likeliest) for k in range(61)])
+    assert chances[tails < ALPHA].sum() < ALPHA
+    counts = np.random.default_rng(0).multinomial(draws, p, 200)
+    p_values = [lossless_check.chi_square_p_value(seen, p) for seen in counts]
+    expected = [
+        min(1.0, lossless_check._binomial_p_value(int(seen[1:].sum()), draws, 1 - likeliest)) for seen in counts
+    ]
+    if draws * (1 - likeliest) < lossless_check.EXPECTED:
+        assert p_values == pytest.approx(expected)
+        stated = lossless_check.detectable_total_variation(cells, draws, ALPHA)
+        wrong = np.random.default_rng(1).binomial(draws, 1 - likeliest + 1.02 * stated, 1000)
+        found = [lossless_check._binomial_p_value(int(seen), draws, 1 - likeliest) < ALPHA for seen in wrong]
+        assert 0.87 < np.mean(found) < 0.99
+
+
+@pytest.mark.filterwarnings("error")
+def test_certain_text_is_compared_without_a_warning():
+    cells = {(0,): 1.0, (1,): 0.0}
+    right, wrong = compare([(0,)] * 100, cells), compare([(0,)] * 99 + [(1,)], cells)
+    assert (right.p_value, wrong.p_value) == (1.0, 0.0)
+    assert lossless_check.detectable_total_variation(cells, 100, ALPHA) < 0.05
+
+
 @pytest.mark.parametrize(
     ("statistic", "degrees", "p"),
     [
