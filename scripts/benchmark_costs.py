@@ -39,8 +39,10 @@ from speculative.cli.arguments import (
     model_specs,
     positive_int,
     refuse_unusable,
+    two_or_more,
 )
 from speculative.cli.parser import Parser
+from speculative.cli.processes import ctrl_c_raises
 from speculative.cli.progress import tqdm
 from speculative.models.cached_model import CachedModel
 from speculative.models.cores import usable_cores
@@ -75,7 +77,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--max-new-tokens",
-        type=positive_int,
+        type=two_or_more,
         default=200,
         metavar="N",
         help="new tokens for the bandwidth limit (default: 200)",
@@ -160,10 +162,12 @@ def starts(arguments: argparse.Namespace) -> list[CostsStart]:
     starts_by_cache: dict[str, list[OneStart]] = {"no cache": [], "first": [], "second": []}
     ours = Start("ours with the draft", NATIVE, with_draft=True)
     read_files(arguments.main, arguments.draft)
-    for _ in range(min(STARTS, arguments.repeat)):
-        with tempfile.TemporaryDirectory() as folder:
-            for name, cache in zip(starts_by_cache, ({}, {"CACHE_DIR": folder}, {"CACHE_DIR": folder}), strict=True):
-                starts_by_cache[name].append(run(job(ours, arguments, **cache)))
+    with ctrl_c_raises():  # do not leave a temporary folder behind
+        for _ in range(min(STARTS, arguments.repeat)):
+            with tempfile.TemporaryDirectory() as folder:
+                caches = {}, {"CACHE_DIR": folder}, {"CACHE_DIR": folder}
+                for name, cache in zip(starts_by_cache, caches, strict=True):
+                    starts_by_cache[name].append(run(job(ours, arguments, **cache)))
     return [
         {
             "start": name,
@@ -213,7 +217,8 @@ def limit(arguments: argparse.Namespace, one: decoder.Decoder) -> BandwidthLimit
     alone = decoder.Decoder(one.main)
     facts = {"weight_bytes": bytes_, "runs": []}
     memory = ReadBandwidth()
-    prompts = [text[i * 200 : i * 200 + 60] for i in range(2 + arguments.repeat // 3)]
+    begins = [i * 200 % (len(text) - 60) for i in range(2 + arguments.repeat // 3)]
+    prompts = [text[begin : begin + 60] for begin in begins]
     reached: dict[str, list[float]] = {"alone": [], "draft": []}
     for prompt in prompts:
         for name, engine in (("alone", alone), ("draft", one)):

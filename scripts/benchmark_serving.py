@@ -25,6 +25,7 @@ from speculative.cli.program import exit_on, prepare_output
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -237,6 +238,8 @@ def measure(arguments: argparse.Namespace, prompts: list[Prompt]) -> Measured:
         latency = round_trip(servers[served[0]], [prompt.text for prompt in prompts]) if started else None
         with BackgroundLoad() as other:
             complete = take_turns(methods, arguments.max_concurrency, arguments.seconds, arguments.rounds)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # keep the rounds while the servers stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # and do not interrupt the output
     return Measured(methods, servers, latency, other, complete)
 
 
