@@ -116,9 +116,9 @@ def rate(text: str) -> float:
 
 
 def new_tokens(text: str) -> int:
-    """An argparse type: a whole number of 2 or more, enough for a time per token."""
-    if (value := positive_int(text)) < 2:
-        raise argparse.ArgumentTypeError(f"{text!r} new tokens are too few to time: use 2 or more")
+    """An argparse type: a whole number of 3 or more, enough for a draft token between the main model's."""
+    if (value := positive_int(text)) < 3:
+        raise argparse.ArgumentTypeError(f"{text!r} new tokens leave none to draft: use 3 or more")
     return value
 
 

@@ -102,6 +102,15 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("give a --rate in requests per second, a --trace, or a result to compare --against")
     if arguments.trace and (arguments.prompt_tokens or arguments.output_tokens):
         parser.error("--trace has the lengths: leave out --prompt-tokens and --output-tokens")
+    measuring = ("device", "draft_device", "property", "prompts", "max_prompts", "huge_pages")
+    given = {name: getattr(arguments, name) != parser.get_default(name) for name in (*measuring, "replicas", "think")}
+    if arguments.costs and (unused := [name for name in measuring if given[name]]):
+        option = f"--{unused[0].replace('_', '-')}"
+        parser.error(f"{option} is for measuring costs: leave it out with --costs, which were measured before")
+    if given["replicas"] and not arguments.against:
+        parser.error("--replicas is for --against: a plan finds the number of replicas itself")
+    if given["think"] and not arguments.turns:
+        parser.error("--think is the time between the --turns of a chat: give these, too")
     if arguments.turns and not arguments.cached:
         parser.error("--turns requires --cached, the share of a prompt that the request before had, too")
     return arguments

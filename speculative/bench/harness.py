@@ -334,7 +334,8 @@ def output_file(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"{text!r} is a folder: give a file name")
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"cannot write {text!r}: folder {str(path.parent)!r} does not exist")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    is_replaced = path.is_file() or not path.exists()  # by another file in its folder; not a pipe or a device
+    if not os.access(path.parent if is_replaced else path, os.W_OK):
         raise argparse.ArgumentTypeError(f"cannot write {text!r}: permission denied")
     return path
 

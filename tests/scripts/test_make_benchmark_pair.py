@@ -236,7 +236,7 @@ def test_long_texts_are_not_truncated(made):
         (["--acceptance", "1.5"], "'1.5' is not an acceptance rate"),
         (["--acceptance", "high"], "'high' is not an acceptance rate"),
         (["--temperature", "-1"], "'-1' is not a number above 0"),
-        (["--max-new-tokens", "1"], "'1' new tokens are too few to time: use 2 or more"),
+        (["--max-new-tokens", "2"], "'2' new tokens leave none to draft: use 3 or more"),
         (["--main-of", "models"], "models is not a benchmark pair"),
         (["--main-of", "{pair}", "--shape", "Llama-3.2-1B"], "exclude each other"),
         (["--prompts", "no/such/file"], "no/such/file is not a file: give JSON lines"),
