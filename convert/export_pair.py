@@ -161,6 +161,10 @@ def resolve_models(parser: argparse.ArgumentParser, options: argparse.Namespace,
         parser.error("--draft-from-main and --without-draft exclude each other; give one")
     alone = options.draft_from_main or options.without_draft
     draft_options = ("draft_weight_format", "draft_args", "draft_revision", "other_tokenizer")
+    if options.draft_from_main and options.draft_revision:
+        parser.error("--draft-from-main makes the draft from MAIN: give its --revision, not --draft-revision")
+    if options.revision and "wheel" in pair:
+        parser.error(f"--pair {options.pair} has a fixed version, which has no --revision; omit it")
     if options.without_draft and (unusable := [name for name in draft_options if getattr(options, name)]):
         parser.error(f"--{unusable[0].replace('_', '-')} is for a draft; leave it out with --without-draft")
     expected = [] if pair else ["MAIN"] if alone else ["MAIN", "DRAFT"]

@@ -5,6 +5,7 @@ All downloads of this project happen in this module.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -186,6 +187,7 @@ def _download(repository: str, revision: str | None) -> Path:
         ) from None
 
     version_text = f" at {revision}" if revision else ""
+    information = None
     try:
         information = huggingface_hub.HfApi().model_info(repository, revision=revision, files_metadata=True, timeout=20)
         sizes = {file.rfilename: file.size or 0 for file in information.siblings or []}
@@ -208,6 +210,13 @@ def _download(repository: str, revision: str | None) -> Path:
             2,
         ) from None
     except (OSError, errors.HfHubHTTPError) as error:  # unreachable: connection and name errors are OSErrors
+        if information:  # it was reachable: what is in the cache may be incomplete
+            if error.errno == errno.ENOSPC:
+                raise
+            raise ConvertError(
+                f"the download of {repository} was interrupted ({_reason(error)}); run the same command again to "
+                "resume it"
+            ) from error
         with contextlib.suppress(OSError, errors.HfHubHTTPError):
             folder = Path(huggingface_hub.snapshot_download(repository, revision=revision, local_files_only=True))
             print(f"the hub cannot be reached; using an earlier download of {repository}{version_text}", flush=True)

@@ -321,6 +321,7 @@ class Hub(BaseHTTPRequestHandler):
     """The three responses of a hub that a download needs: a model's file list, a file's size, a file."""
 
     models: ClassVar[dict[str, Path]] = {}
+    broken = ""  # a file that it fails to send
     commit = "0123456789abcdef0123456789abcdef01234567"
 
     def do_GET(self):
@@ -345,6 +346,9 @@ class Hub(BaseHTTPRequestHandler):
             self.answer(200, json.dumps(content).encode(), {})
 
     def answer_file(self, name, revision, file):
+        if file == self.broken:
+            self.answer(403, b"", {})
+            return
         content = (self.models[name] / file).read_bytes()
         self.answer(200, content, {"ETag": f'"{file}"', "X-Repo-Commit": self.commit})
 
@@ -414,6 +418,19 @@ def test_duplicate_weight_files_count_once(checkpoints, tmp_path):
     assert len(counts) == len(sizes) == 1 and min(counts | sizes) > 0
 
 
+def test_interrupted_download_is_not_taken_for_an_earlier_one(run, hub, irs, tmp_path, monkeypatch):
+    monkeypatch.setattr(Hub, "models", {"owner/main-ov": irs / "main"})
+    monkeypatch.setattr(Hub, "broken", "openvino_tokenizer.bin")
+    command = (PROGRAM, "owner/main-ov", irs / "draft", tmp_path / "pair")
+    finished = run(*command, env=hub)
+    assert finished.returncode == 1 and not (tmp_path / "pair").exists()
+    assert "the download of owner/main-ov was interrupted" in finished.stderr.splitlines()[-1]
+    assert "Traceback" not in finished.stderr
+    monkeypatch.setattr(Hub, "broken", "")
+    assert run(*command, env=hub).returncode == 0
+    assert (tmp_path / "pair/main/openvino_tokenizer.bin").is_file()
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
@@ -452,6 +469,8 @@ def test_unreachable_hub_is_reported_with_alternative(run, irs, tmp_path):
         (["--pair", "nope"], "unknown pair 'nope'; known pairs: smollm2"),
         (["--pair", "gpt2-xl", "--draft-from-main"], "names a draft already"),
         (["main", "out", "--draft-from-main", "--weight-format", "int4"], "smaller than int4"),
+        (["main", "out", "--draft-from-main", "--draft-revision", "v1"], "give its --revision"),
+        (["--pair", "smollm2-135m", "--revision", "v1"], "has a fixed version"),
         (["main", "out", "--without-draft", "--draft-weight-format", "int4"], "--draft-weight-format is for a draft;"),
         (["main", "out", "--without-draft", "--other-tokenizer"], "leave it out with --without-draft"),
         (["main", "draft", "out", "--weight-format", "int3"], "int3"),
@@ -597,6 +616,7 @@ def test_disk_root_is_rejected_as_target():
 
 def test_foreign_folder_is_never_replaced(refuses, checkpoints, tmp_path):
     home = shutil.copytree(checkpoints, tmp_path / "home")
+    (home / ".writable").touch()
     before = everything_in(home)
     assert "will not be replaced" in refuses(2, *pair_of(home), home)
     assert everything_in(home) == before
