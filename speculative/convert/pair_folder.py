@@ -8,6 +8,7 @@ OUT_DIR are not touched.
 import contextlib
 import json
 import shutil
+import tempfile
 from collections.abc import Collection
 from pathlib import Path
 from typing import TypedDict, TypeGuard
@@ -42,9 +43,7 @@ class PairFolder(WorkFolder):
         super().open()
         try:
             if self.target.exists():
-                probe = self.target / ".writable"
-                probe.touch()
-                probe.unlink()
+                tempfile.TemporaryFile(dir=self.target).close()
         except OSError as error:
             self.close()
             raise ConvertError(f"{self.target} cannot be written ({error.strerror}); choose another OUT_DIR") from error

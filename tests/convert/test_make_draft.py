@@ -783,6 +783,10 @@ def test_foreign_folder_or_changed_settings_are_rejected(refuses, main, made, tm
     for key, value in (("--init-from", "head"), ("content of --prompts", "0123456789abcdef")):
         (tmp_path / "out/work/settings.json").write_text(json.dumps({**settings, key: value}))
         assert f"was begun with another {key} ({value}, not None)" in refuses(2, main, tmp_path / "out", *SHORT)
+    shutil.copytree(made / "work", tmp_path / "begun/work")
+    (tmp_path / "begun/README.md").write_text("mine", encoding="utf-8")
+    assert "begun holds README.md, which this program did not make" in refuses(2, main, tmp_path / "begun", *SHORT)
+    assert (tmp_path / "begun/README.md").read_text(encoding="utf-8") == "mine"
     (other / "notes.txt").rename(other / "draft.json")
     assert "holds a finished draft without the folder work" in refuses(2, main, other)
 

@@ -34,6 +34,12 @@ class DraftFolder(WorkFolder):
                 f"{self.target} holds {foreign}, which this program did not make; choose a new folder for the draft", 2
             )
         super().open()
+        begun = [name for name in self.new_names() if (self.target / name).exists()]
+        if begun and not (self.target / "draft.json").exists():  # nothing was installed yet
+            self.close()
+            raise ConvertError(
+                f"{self.target} holds {begun[0]}, which this program did not make; move it elsewhere to continue", 2
+            )
         for leftover in (self.new, self.work / "replaced"):
             shutil.rmtree(leftover, ignore_errors=True)
 
