@@ -211,7 +211,8 @@ def _binomial_below(k: int, draws: int, p: float) -> float:
 
 def _binomial_p_value(seen: int, draws: int, p: float) -> float:
     """Two-sided: twice the smaller tail."""
-    return min(1.0, 2 * min(_binomial_below(seen + 1, draws, p), 1 - _binomial_below(seen, draws, p)))
+    upper = max(0.0, 1 - _binomial_below(seen, draws, p))
+    return min(1.0, 2 * min(_binomial_below(seen + 1, draws, p), upper))
 
 
 def _detectable_by_binomial(p: float, draws: int, alpha: float, power: float) -> float | None:

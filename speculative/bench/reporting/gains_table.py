@@ -60,7 +60,7 @@ def summary(recorded: dict[str, RecordedResult]) -> str:
     )
     note = (
         "Speedup over the main model alone (greedy: in GenAI's pipeline), median and range; decode only, except for "
-        "the server, whose throughput includes prompts and waiting. It [differs by category of "
+        "the server, whose throughput includes prompts and waiting. Speedups [differ by category of "
         f"prompt](docs/benchmarks.md#all-sources-of-draft-tokens). {measured}. OpenVINO GenAI "
         f"{recorded[used[0]]['machine']['openvino_genai']}. Measured with [`make figures`](docs/benchmarks.md)."
     )
