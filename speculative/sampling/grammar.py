@@ -57,7 +57,7 @@ class NothingAllowed(ValueError):
 
 
 class TooComplex(ValueError):
-    """A text has reached a limit of the lexer."""
+    """The texts of a grammar have reached a limit of its lexer."""
 
 
 class Tokens(NamedTuple):
@@ -309,10 +309,14 @@ class GrammarState:
         return "NoExtensionBias" in self._matcher.get_error()
 
     def _check_limits(self) -> None:
-        """Raise TooComplex if the matcher has exceeded a limit, after which it is of no use."""
+        """Raise ValueError if the matcher has exceeded a limit, after which it is of no use: TooComplex for a limit of
+        the lexer, which all texts share."""
         if self._matcher.is_error() and not self._is_dead_end:
+            message = f"structured_output_config is too complex for this text: {self._error()}"
+            if "lexer error" not in message:
+                raise ValueError(message)
             self._grammar.is_exhausted = True
-            raise TooComplex(f"structured_output_config is too complex for this text: {self._error()}")
+            raise TooComplex(message)
 
     def _error(self) -> str:
         message = self._matcher.get_error()
