@@ -153,12 +153,10 @@ def chi_square_p_value(observed: np.ndarray, probabilities: np.ndarray) -> float
     """
     draws = int(observed.sum())
     order, starts = _cells_of_test(probabilities, draws)
-    if rare := _rare_cell(probabilities, draws):
-        index, p = rare
-        seen = int(np.add.reduceat(observed[order], starts)[index])
-        return _binomial_p_value(seen, draws, p)
-    observed, expected = observed[order], probabilities[order] * draws
-    observed, expected = np.add.reduceat(observed, starts), np.add.reduceat(expected, starts)
+    observed, probabilities = (np.add.reduceat(each[order], starts) for each in (observed, probabilities))
+    if (rare := _rare_cell(probabilities, draws)) is not None:
+        return _binomial_p_value(int(observed[rare]), draws, float(probabilities[rare]))
+    expected = probabilities * draws
     statistic = float(((observed - expected) ** 2 / expected).sum())
     return _chi_square_above(statistic, len(expected) - 1)
 
@@ -172,11 +170,13 @@ def detectable_total_variation(cells: Cells, draws: int, alpha: float, power: fl
     as little where |q - p| is proportional to p).
     """
     probabilities = np.array(list(cells.values()))
-    degrees = len(_cells_of_test(probabilities, draws)[1]) - 1
+    order, starts = _cells_of_test(probabilities, draws)
+    of_test = np.add.reduceat(probabilities[order], starts)
+    degrees = len(of_test) - 1
     if not degrees:
         return None
-    if rare := _rare_cell(probabilities, draws):
-        return _detectable_by_binomial(rare[1], draws, alpha, power)
+    if (rare := _rare_cell(of_test, draws)) is not None:
+        return _detectable_by_binomial(float(of_test[rare]), draws, alpha, power)
     critical = _smallest(lambda x: _chi_square_above(x, degrees) <= alpha)
     noncentrality = _smallest(lambda x: _noncentral_chi_square_above(critical, degrees, x) >= power)
     return min(1.0, math.sqrt(noncentrality / (4 * draws)))
@@ -191,13 +191,11 @@ def _cells_of_test(probabilities: np.ndarray, draws: int) -> tuple[np.ndarray, n
     return order, np.arange(separate + 1) if separate < len(expected) else np.arange(separate)
 
 
-def _rare_cell(probabilities: np.ndarray, draws: int) -> tuple[int, float] | None:
-    """The index and the probability of the rarer of two cells of the test, if it has too few expected draws for a
-    chi-square test; else None."""
-    order, starts = _cells_of_test(probabilities, draws)
-    of_test = np.add.reduceat(probabilities[order], starts)
-    index = int(of_test.argmin())
-    return (index, float(of_test[index])) if len(of_test) == 2 and of_test[index] * draws < EXPECTED else None
+def _rare_cell(of_test: np.ndarray, draws: int) -> int | None:
+    """The index of the rarer of two cells of the test, which have the probabilities `of_test`, if it has too few
+    expected draws for a chi-square test; else None."""
+    rarer = int(of_test.argmin())
+    return rarer if len(of_test) == 2 and of_test[rarer] * draws < EXPECTED else None
 
 
 def _binomial_below(k: int, draws: int, p: float) -> float:
