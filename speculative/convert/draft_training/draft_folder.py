@@ -22,14 +22,13 @@ class DraftFolder(WorkFolder):
 
     def open(self) -> None:
         """Create and lock OUT/work, and undo an interrupted install. Raises ConvertError if OUT holds anything else."""
-        names = sorted(path.name for path in self.target.iterdir()) if self.target.is_dir() else []
         if self.target.exists() and not self.target.is_dir():
             raise ConvertError(f"{self.target} is a file; choose another folder for the draft", 2)
         if (self.target / "draft.json").exists() and not self.work.exists():
             raise ConvertError(
                 f"{self.target} holds a finished draft without the folder work; choose another folder, or remove it", 2
             )
-        if foreign := self._foreign_name(names):
+        if foreign := self._foreign_name():
             raise ConvertError(
                 f"{self.target} holds {foreign}, which this program did not make; choose a new folder for the draft", 2
             )
@@ -43,13 +42,15 @@ class DraftFolder(WorkFolder):
         for leftover in (self.new, self.work / "replaced"):
             shutil.rmtree(leftover, ignore_errors=True)
 
-    def _foreign_name(self, names: list[str]) -> str:
-        """The name of something in OUT, which holds `names`, or in `work`, although no training was begun there."""
+    def _foreign_name(self) -> str:
+        """The name of something in OUT, or in its `work`, if no training was begun there; else ""."""
         if self.keeps_something():
             return ""
-        in_work = sorted(path.name for path in self.work.iterdir()) if self.work.is_dir() else []
-        others = [name for name in names if name != self.work.name]
-        return next(iter(others + [f"{self.work.name}/{name}" for name in in_work if name != "lock"]), "")
+        in_target, in_work = (
+            sorted(folder.iterdir()) if folder.is_dir() else [] for folder in (self.target, self.work)
+        )
+        foreign = [path for path in [*in_target, *in_work] if path not in (self.work, self.work / "lock")]
+        return foreign[0].relative_to(self.target).as_posix() if foreign else ""
 
     def new_names(self) -> list[str]:
         return [*MADE, *self._files]
