@@ -25,6 +25,8 @@ from speculative.sampling.grammar import NothingAllowed
 from speculative.sampling.params import SamplingParams
 from speculative.sampling.rejection_sampling import OneHot, Probabilities, Sparse
 
+FEW = 64  # most probable tokens among which `nucleus` looks first
+
 
 class InvalidLogits(RuntimeError):
     """The model's logits contain NaN, or their maximum is infinite."""
@@ -81,23 +83,24 @@ class Distribution:
             ids = targets if allowed is None else allowed
             return OneHot(best if ids is None else int(ids[best]), size)
 
-        top = largest(logits, params.top_k) if 0 < params.top_k < len(logits) else slice(None)
-        weights = logits[top] - logits[best]
+        kept = np.sort(largest(logits, params.top_k)) if 0 < params.top_k < len(logits) else None
+        weights = (logits if kept is None else logits[kept]) - logits[best]
         if params.temperature != 1:
             weights *= np.float32(1 / params.temperature)
         np.exp(weights, out=weights)  # unnormalised softmax; the largest is 1
         total = weights.sum()
+        mass = params.top_p * total
         if params.min_p > 0:
-            weights *= weights >= params.min_p
+            likely = np.flatnonzero(weights >= params.min_p)
+            kept, weights = likely if kept is None else kept[likely], weights[likely]
         if params.top_p < 1:
-            weights *= nucleus(weights, params.top_p * total)
+            inside = nucleus(weights, mass)
+            kept, weights = inside if kept is None else kept[inside], weights[inside]
         weights /= weights.sum() if params.min_p > 0 or params.top_p < 1 else total
-        if targets is not None:
-            order = slice(None) if isinstance(top, slice) else top.argsort()
-            return Sparse(targets[top][order], weights[order], size)
-        if allowed is not None:
-            return _scatter(weights, allowed[top], size)
-        return weights if isinstance(top, slice) else _scatter(weights, top, size)
+        for ids in (allowed, targets):
+            if ids is not None:
+                kept = ids if kept is None else ids[kept]
+        return weights if kept is None else Sparse(kept, weights, size)
 
     def _needs_processing(self, generated: np.ndarray) -> bool:
         """Whether steps 0 to 3 change anything."""
@@ -146,15 +149,22 @@ def largest(logits: np.ndarray, k: int) -> np.ndarray:
 
 
 def nucleus(weights: np.ndarray, mass: float) -> np.ndarray:
-    """Return a mask bool [V] of the fewest largest `weights` whose sum exceeds `mass`, or all; ties to the lower id.
+    """Return the token ids, ascending, of the fewest largest `weights` [V] whose sum exceeds `mass`, or all; ties to
+    the lower id.
 
     `weights` are float32, not negative. Holtzman et al. 2020 (arXiv 1904.09751), section 3.1, without sorting the
-    vocabulary: weights below (sum - mass) / V cannot be in the nucleus. Of the others, only those within 1 % of its
-    smallest are sorted. Sums of weights with the same exponent and first 7 mantissa bits find these.
+    vocabulary: mostly, a few of the largest suffice. Otherwise, weights below (sum - mass) / V cannot be in the
+    nucleus. Of the others, only those within 1 % of its smallest are sorted. Sums of weights with the same exponent and
+    first 7 mantissa bits find these.
     """
+    if len(weights) > FEW:
+        few = largest(weights, FEW)
+        count = int(weights[few].cumsum(dtype=np.float64).searchsorted(mass, side="right")) + 1
+        if count <= FEW:
+            return np.sort(few[:count])
     rest = weights.sum() - mass
     if rest <= 0:
-        return np.ones(len(weights), bool)
+        return np.arange(len(weights))
     head = weights.compress(weights >= rest / len(weights))
     bucket = (head.view(np.int32) >> 16).astype(np.intp)
     bucket = bucket.max() - bucket  # 0 holds the largest
@@ -169,7 +179,7 @@ def nucleus(weights: np.ndarray, mass: float) -> np.ndarray:
     surplus = np.count_nonzero(inside) - np.count_nonzero(bucket < last) - (index + 1)
     if surplus:
         inside[np.flatnonzero(weights == edges[index])[-surplus:]] = False
-    return inside
+    return np.flatnonzero(inside)
 
 
 def _scatter(values: np.ndarray, tokens: np.ndarray, size: int, others: float = 0.0) -> np.ndarray:

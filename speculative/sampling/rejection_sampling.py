@@ -7,7 +7,8 @@ same draft: `verify_block`. The engine calls `verify`.
 Notation of the papers: p is the main model's next-token distribution, q the draft's, K the draft length; V is the
 vocabulary size. A distribution is an array [V] of probabilities, float32 or float64, that sum to 1 within its
 precision. Greedy decoding is not a special case: its distributions are 1 at one token and 0 elsewhere; `OneHot`
-represents them without an array, as `Sparse` does for a draft with a smaller vocabulary.
+represents them without an array. `Sparse` holds those of few tokens only: of a truncated distribution, or of a draft
+with a smaller vocabulary.
 
 Draft tokens are accepted in order, each with probability min(1, p / q) of that token. The first rejected one is
 replaced by the recovered token, sampled from norm(max(0, p - q)), and those after it are discarded. If all are
@@ -51,7 +52,7 @@ class OneHot:
 
 class Sparse:
     """A distribution over `size` tokens that is 0 outside `tokens` (int64 [n], ascending), which have `probabilities`
-    (float32 [n]): of a draft with a smaller vocabulary."""
+    (float32 [n]): truncated by `top_k`, `top_p` or `min_p`, or of a draft with a smaller vocabulary."""
 
     __slots__ = ("probabilities", "size", "tokens")
 
@@ -121,13 +122,20 @@ def residual(p: Probabilities, q: Probabilities) -> Probabilities:
     """
     if isinstance(p, OneHot):  # p exceeds q at that token only
         return p
-    excess = _excess(np.array(p), q)
-    total = excess.sum()
-    return excess / total if total > 0 else p
+    excess = _excess(p, q)
+    values = excess.probabilities if isinstance(excess, Sparse) else excess
+    total = values.sum()
+    if not total > 0:
+        return p
+    values /= total
+    return excess
 
 
-def _excess(p: np.ndarray, q: Probabilities) -> np.ndarray:
-    """max(0, p - q) [V], in place of `p`."""
+def _excess(p: np.ndarray | Sparse, q: Probabilities, weight: float = 1.0) -> np.ndarray | Sparse:
+    """max(0, weight * p - q) [V], a new array."""
+    if isinstance(p, Sparse):
+        return Sparse(p.tokens, np.maximum(p.probabilities * weight - _at(q, p.tokens), 0), p.size)
+    p = p * weight
     if isinstance(q, OneHot):
         p[q.token] = max(p[q.token] - 1, 0)
     elif isinstance(q, Sparse):
@@ -136,6 +144,16 @@ def _excess(p: np.ndarray, q: Probabilities) -> np.ndarray:
         p -= q
         np.maximum(p, 0, out=p)
     return p
+
+
+def _at(q: Probabilities, tokens: np.ndarray) -> np.ndarray:
+    """The probabilities of `tokens` (int64 [n], ascending) in `q`."""
+    if isinstance(q, OneHot):
+        return (tokens == q.token).astype(np.float32)
+    if isinstance(q, Sparse):
+        places = np.minimum(q.tokens.searchsorted(tokens), len(q.tokens) - 1)
+        return np.where(q.tokens[places] == tokens, q.probabilities[places], np.float32(0))
+    return q[tokens]
 
 
 def verify_tokens(
@@ -196,8 +214,9 @@ def verify_block(
     while weights[i] < 1:  # the longest first; weights[0] is 1
         number = random.random()
         if number < weights[i]:  # otherwise rejected, whatever the sum is
-            excess = _excess(np.asarray(rows[i]) * weights[i], q[i])
-            total = float(excess.sum())
+            row = rows[i]
+            excess = _excess(np.asarray(row) if isinstance(row, OneHot) else row, q[i], weights[i])
+            total = float((excess.probabilities if isinstance(excess, Sparse) else excess).sum())
             if number * (total + 1 - weights[i]) < total:
                 return Acceptance(i, draw(excess, random))
         i -= 1

@@ -447,7 +447,11 @@ def test_greedy_text_equals_the_main_models_for_any_draft():
     assert [token for gained, _ in steps for token in gained] == expected[1:]
 
 
-@pytest.mark.parametrize("p", [OneHot(2, 4), np.array([0.5, 0.2, 0.2, 0.1])], ids=["p certain", "p"])
+@pytest.mark.parametrize(
+    "p",
+    [OneHot(2, 4), np.array([0.5, 0.2, 0.2, 0.1]), Sparse(np.array([0, 1, 2]), np.array([0.5, 0.25, 0.25]), 4)],
+    ids=["p certain", "p", "p of three tokens"],
+)
 @pytest.mark.parametrize(
     "q",
     [OneHot(1, 4), OneHot(2, 4), np.array([0.1, 0.2, 0.3, 0.4]), Sparse(np.array([1, 3]), np.array([0.25, 0.75]), 4)],
