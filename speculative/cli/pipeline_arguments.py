@@ -337,10 +337,11 @@ def _versions() -> dict[str, str]:
 # ---- checks ---------------------------------------------------------------------------------------------------------
 
 
-def check_models(models: dict[str, tuple[Path, str, dict]], engine: str) -> None:
-    """Reject models that the engine cannot run: {"main" or "draft": (folder, device, properties)}."""
+def check_models(models: dict[str, tuple[Path, str, dict]], engine: str, elsewhere: bool = False) -> None:
+    """Reject models that the engine cannot run: {"main" or "draft": (folder, device, properties)}. The devices are not
+    checked if they are those of other machines (`elsewhere`)."""
     check_folders({role: folder for role, (folder, _, _) in models.items()})
-    for role, (folder, device, properties) in models.items():
+    for role, (folder, device, properties) in models.items() if not elsewhere else ():
         try:
             devices.require(device, properties)
         except ValueError as error:

@@ -34,8 +34,9 @@ ORIGIN = re.compile(r"\*|https?://[a-z0-9.:\[\]-]+")
 _above_zero = decimal(lambda value: 0 < value < 1e6, "above 0")
 
 
-def parse(description: str, arguments: Sequence[str] | None = None) -> Settings:
-    """Parse and check the arguments, by default those of this program."""
+def parse(description: str, arguments: Sequence[str] | None = None, elsewhere: bool = False) -> Settings:
+    """Parse and check the arguments, by default those of this program. With `elsewhere`, replicas may run on other
+    machines, as with --address: they check the devices."""
     parser = build_parser(description)
     args = parser.parse_args(arguments)
     if args.recommended:  # except its draft length, which is tuned for a single text; batches need less
@@ -52,7 +53,7 @@ def parse(description: str, arguments: Sequence[str] | None = None) -> Settings:
     args.draft_property = draft_properties(args, NATIVE)
     if args.max_replicas and args.max_replicas < args.replicas:
         console.fail(f"--max-replicas {args.max_replicas} is below --replicas {args.replicas}: use at least as many.")
-    _check_models(args)
+    _check_models(args, elsewhere or args.address is not None)
     keys = _keys(args.api_key_file)
     _check_access(args, keys)
     if problem := tracing.problem():
@@ -204,11 +205,11 @@ def origin(text: str) -> str:
     raise argparse.ArgumentTypeError(f"{text!r} is not an origin, like https://example.org or http://localhost:3000")
 
 
-def _check_models(args: argparse.Namespace) -> None:
+def _check_models(args: argparse.Namespace, elsewhere: bool) -> None:
     models = {"main": (args.main, args.device, args.property)}
     if args.draft:
         models["draft"] = (args.draft, args.draft_device, args.draft_property)
-    check_models(models, NATIVE)
+    check_models(models, NATIVE, elsewhere)
     if args.draft and (limit := native_limit(args.draft, args.device, args.draft_device)):
         console.fail(limit)
 
@@ -224,12 +225,17 @@ def _check_access(args: argparse.Namespace, keys: frozenset[bytes] | None) -> No
 
 def _pair(args: argparse.Namespace) -> Pair:
     folder = args.main.resolve()
-    # unpinned: else the replicas of a machine, which are processes, all compute on its first cores
-    threads = {"INFERENCE_NUM_THREADS": args.num_cpus, "ENABLE_CPU_PINNING": "NO"} if args.num_cpus else {}
+
+    def spec(folder: Path, device: str, properties: dict) -> ModelSpec:
+        runs_on_cpu = not {"GPU", "NPU"} & set(re.findall(r"[A-Z]+", device))
+        # unpinned: else the replicas of a machine, which are processes, all compute on its first cores
+        threads = {"INFERENCE_NUM_THREADS": args.num_cpus, "ENABLE_CPU_PINNING": "NO"}
+        return ModelSpec(folder, device, {**(threads if args.num_cpus and runs_on_cpu else {}), **properties})
+
     return Pair(
         name=args.model_name or (folder.parent.name if folder.name == "main" else folder.name),
-        main=ModelSpec(folder, args.device, {**threads, **args.property}),
-        draft=args.draft and ModelSpec(args.draft.resolve(), args.draft_device, {**threads, **args.draft_property}),
+        main=spec(folder, args.device, args.property),
+        draft=args.draft and spec(args.draft.resolve(), args.draft_device, args.draft_property),
         draft_length=args.num_assistant_tokens,
         cache_tokens=args.cache_tokens,
         prefix_cache=args.prefix_cache,
@@ -256,7 +262,7 @@ def is_loopback(host: str) -> bool:
     """Whether this address is reachable only from this machine."""
     try:
         addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
-    except OSError:
+    except (OSError, UnicodeError):
         return False  # listening will fail
     return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses)
 

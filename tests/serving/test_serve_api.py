@@ -730,7 +730,7 @@ def parsed_arguments(monkeypatch, *given):
 
 def test_network_address_without_key_requires_insecure_option(monkeypatch, capsys, tmp_path):
     monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
-    for host in ("0.0.0.0", "::"):
+    for host in ("0.0.0.0", "::", "no..host"):
         with pytest.raises(SystemExit) as end:
             parsed_arguments(monkeypatch, "--host", host)
         assert end.value.code == 2 and "--insecure" in capsys.readouterr().err

@@ -32,9 +32,10 @@ GAUGES = {
     "vllm_num_requests_waiting": ("waiting", "Requests waiting for a slot in the batch"),
     "vllm_kv_cache_usage_perc": ("cache_usage", "Share of the KV cache in use, from 0 to 1"),
 }
-TTFT = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100]
-TPOT = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1]
-LATENCY = [0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500]
+TTFT = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 1000]
+TPOT = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5]
+LATENCY = [0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000]
+QUEUE = [0.001, 0.01, *LATENCY]  # below 1 ms: there was a free slot
 TOKENS = [10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000]
 NORMAL_REASONS = ("stop", "length")  # reasons that are no errors
 
@@ -73,7 +74,7 @@ class Metrics:
             Histogram, "vllm_e2e_request_latency_seconds", "Time from a request to its last token", boundaries=LATENCY
         )
         self._queued = create(
-            Histogram, "vllm_request_queue_time_seconds", "Time waiting for a slot in the batch", boundaries=LATENCY
+            Histogram, "vllm_request_queue_time_seconds", "Time waiting for a slot in the batch", boundaries=QUEUE
         )
         self._prompts = create(Histogram, "vllm_request_prompt_tokens", "Tokens of a prompt", boundaries=TOKENS)
         self._answers = create(Histogram, "vllm_request_generation_tokens", "Tokens of an answer", boundaries=TOKENS)

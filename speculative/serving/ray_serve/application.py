@@ -80,7 +80,7 @@ def build(args: dict[str, list[str]]) -> Application:
     error = io.StringIO()
     try:
         with redirect_stderr(error):  # the host is the config file's: as on any network, a key is needed
-            settings = arguments.parse("", [*options, "--host", "0.0.0.0"])
+            settings = arguments.parse("", [*options, "--host", "0.0.0.0"], elsewhere=True)
     except SystemExit:
         raise ValueError(error.getvalue().strip()) from None
     return bind_deployment(settings)
