@@ -19,7 +19,7 @@ from speculative.pair import recommendation
 from speculative.serving import arguments
 from speculative.serving.settings import API_KEY_VARIABLE, Settings
 from tests.support.later import Later
-from tests.support.paths import DRAFT, ROOT
+from tests.support.paths import DRAFT, MAIN, ROOT
 from tests.support.serving import PLAIN, ray_cluster
 from tests.support.waiting import PATIENCE, wait_until
 
@@ -51,8 +51,14 @@ def test_image_pins_base_copies_all_files_and_runs_without_root(monkeypatch):
     text = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
     assert re.search(r"^FROM python:3\.\d+-slim-\w+$", text, flags=re.MULTILINE)
     assert re.findall(r"^USER (.*)", text, flags=re.MULTILINE) == ["1000"] and "\nHEALTHCHECK" in text
-    sources = [path for line in re.findall(r"^COPY (.*) \S+$", text, flags=re.MULTILINE) for path in line.split()]
+    models = re.search(r"^ARG MODELS=(.*)$", text, flags=re.MULTILINE)[1]
+    sources = [
+        path.replace("$MODELS", models)
+        for line in re.findall(r"^COPY (.*) \S+$", text, flags=re.MULTILINE)
+        for path in line.split()
+    ]
     sent = re.findall(r"^!(.*)", (ROOT / ".dockerignore").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    sent = [models if path == "models" else path for path in sent]
     assert sorted(sources) == sorted(sent) and all((ROOT / path).exists() for path in sources)
     program, given = (json.loads(re.search(rf"^{name} (.*)", text, re.MULTILINE)[1]) for name in ("ENTRYPOINT", "CMD"))
     assert all((ROOT / path).exists() for path in [*program[1:], *given[:2]])
@@ -95,6 +101,17 @@ def test_builder_accepts_serve_pair_options(monkeypatch):
     deployment = application.build(app["args"])._bound_deployment
     assert deployment.num_replicas == 2
     assert deployment._deployment_config.request_router_config.get_request_router_class() is application.PrefixRouter
+
+
+def test_builder_leaves_devices_to_the_replicas(monkeypatch):
+    """It may run on a head node without the GPU that the replicas have; CPU properties are not the GPU's."""
+    monkeypatch.setenv(API_KEY_VARIABLE, KEY)
+    options = [MAIN, DRAFT, "--device", "GPU", "--draft-device", "CPU", "--num-cpus", "2"]
+    deployment = application.build({"options": options})._bound_deployment
+    pair, *_ = deployment.init_args
+    assert (pair.main.device, pair.main.properties) == ("GPU", {})
+    assert pair.draft.properties == {"INFERENCE_NUM_THREADS": 2, "ENABLE_CPU_PINNING": "NO"}
+    assert deployment.ray_actor_options["resources"] == {"intel_gpu": 1}
 
 
 def test_builder_applies_recommendation_to_its_own_options(monkeypatch, tmp_path):
