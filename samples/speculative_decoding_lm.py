@@ -18,7 +18,7 @@ def key_value(text):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda sentence: parser.exit(2, f"error: {sentence}\n")
-    hints = {RuntimeError: " (scripts/check_pair.py MAIN DRAFT tells whether models fit)"}  # errors of the engine
+    hints = {RuntimeError: " (try scripts/check_pair.py)", UnicodeDecodeError: " (standard input must be UTF-8)"}
     sys.excepthook = lambda kind, e, _: parser.error((str(e).strip() or repr(e)).splitlines()[-1] + hints.get(kind, ""))
     for role, prefix in (("main", ""), ("draft", "draft-")):
         parser.add_argument(role, help=f"folder of the {role} model (OpenVINO IR)")
@@ -28,8 +28,9 @@ def main():
     parser.add_argument("-k", "--num-assistant-tokens", type=int, default=5, metavar="K", help="(default: 5)")
     parser.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help="(default: 100)")
     args = parser.parse_args()
-    if missing := [folder for folder in (args.main, args.draft) if not Path(folder, "openvino_model.xml").is_file()]:
-        parser.error(f"{missing[0]} has no openvino_model.xml: convert the models first, with convert/export_pair.py.")
+    needed = [(args.main, "model"), (args.draft, "model"), (args.main, "tokenizer")]
+    if missing := [f"{x} has no openvino_{y}.xml" for x, y in needed if not Path(x, f"openvino_{y}.xml").is_file()]:
+        parser.error(f"{missing[0]}: convert it first, with convert/export_pair.py.")
     if args.prompt == "-":
         args.prompt = sys.stdin.buffer.read().decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n")
     if not (1 <= (k := args.num_assistant_tokens) <= 64 and args.prompt.encode() and 0 < args.max_new_tokens < 2**31):
@@ -42,8 +43,7 @@ def main():
         parser.error(f"the tokenizers of {args.main} and {args.draft} differ: use a draft with the same tokenizer.")
     draft = openvino_genai.draft_model(args.draft, args.draft_device, **dict(args.draft_property))
     pipe = openvino_genai.LLMPipeline(args.main, args.device, draft_model=draft, **dict(args.property))
-    config = openvino_genai.GenerationConfig(num_assistant_tokens=k)  # greedy, whatever generation_config.json says
-    config.max_new_tokens = args.max_new_tokens
+    config = openvino_genai.GenerationConfig(num_assistant_tokens=k, max_new_tokens=args.max_new_tokens)  # greedy
     result = pipe.generate([args.prompt], config, lambda text: print(text, end="", flush=True))
     perf, drafting = result.perf_metrics, result.extended_perf_metrics
     tokens, speed = perf.get_num_generated_tokens(), max(perf.get_throughput().mean, 0)  # -1000 for a single token

@@ -266,6 +266,14 @@ def test_stand_alone_sample_rejects_other_tokenizer(run_here, broken, other_toke
     assert_one_sentence(run_here(STAND_ALONE, SMALL, broken, PROMPT), 2, SMALL, broken, "differ", "same tokenizer")
 
 
+def test_stand_alone_sample_needs_the_main_models_tokenizer(run_here, broken):
+    """An EAGLE-3 head has none."""
+    for file in broken.glob("openvino_tokenizer.*"):
+        file.unlink()
+    done = run_here(STAND_ALONE, broken, DRAFT, PROMPT)
+    assert_one_sentence(done, 2, f"{broken} has no openvino_tokenizer.xml", "convert/export_pair.py")
+
+
 def test_stand_alone_sample_needs_no_draft_detokenizer(run_here, broken):
     for file in broken.glob("openvino_detokenizer.*"):
         file.unlink()
