@@ -31,7 +31,7 @@ In every round, each prompt runs with every method, one after another and in var
 of them equally. No prompt is served from a cache (except with `--context`). Throughput is decode only (prompt
 excluded). Speedup is over the main model alone in the same round, in GenAI (sampled: in this project's engine). The
 table shows the median and range over the rounds. Engines are compared on the prompts for which both gave the same text,
-with a bootstrap over them (speculative/bench/ratios.py). More columns:
+with a 95 % confidence interval over them (speculative/bench/ratios.py). More columns:
 
     forwards    new tokens / main-model forward passes
     outside     share of the decoding time spent outside the models
