@@ -9,7 +9,7 @@ is the same. What the engine does outside the models does not count: 1 to 8 % of
 
 Columns:
 
-    speedup    tokens per second relative to plain decoding, with a 95 % confidence interval (bootstrap over prompts)
+    speedup    tokens per second relative to plain decoding, with a 95 % confidence interval over prompts
     forwards   tokens per forward pass of the main model
     draft      forward passes of the draft model per forward pass of the main model
 
@@ -21,7 +21,6 @@ JSON object on the last line.
 from speculative.cli.program import exit_on, prepare_output
 
 import argparse
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -30,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 
 from speculative import decoder
-from speculative.bench import fixed_costs
+from speculative.bench import fixed_costs, saved_result
 from speculative.bench.fixed_costs import DecodedText
 from speculative.bench.harness import BackgroundLoad, environment, output_file, time_in, write_outputs
 from speculative.bench.methods import ADAPTIVE_LOOKUP, TWO_SOURCES, native_config, with_source
@@ -106,7 +105,7 @@ def parse_arguments() -> argparse.Namespace:
 def saved_costs(text: str) -> Costs:
     """An argparse type: the costs in a result of this program."""
     try:
-        costs = json.loads(Path(text).read_text(encoding="utf-8").strip().rpartition("\n")[2])["costs"]
+        costs = saved_result.read(Path(text))["costs"]
         return Costs(**{**costs, "main": {int(n): float(seconds) for n, seconds in costs["main"].items()}})
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise argparse.ArgumentTypeError(f"{text!r} is not a result of compare_sources.py") from None

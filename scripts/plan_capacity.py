@@ -33,7 +33,6 @@ from speculative.cli.program import exit_on, prepare_output
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,6 +41,7 @@ import numpy as np
 
 from speculative import batch_decoder
 from speculative.atomic_write import atomic_write
+from speculative.bench import saved_result
 from speculative.bench.capacity import measuring
 from speculative.bench.capacity.cluster import ROUTINGS
 from speculative.bench.capacity.costs import Costs, median
@@ -280,10 +280,10 @@ def trace(text: str) -> tuple[str, list]:
 
 def load_result(text: str) -> Drawn:
     try:
-        result = json.loads(Path(text).read_text(encoding="utf-8").strip().rpartition("\n")[2])
+        result = saved_result.read(Path(text))
     except (OSError, ValueError):
-        result = None
-    if not isinstance(result, dict) or "rows" not in result:
+        result = {}
+    if "rows" not in result:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a result of a load benchmark: give a file written by its --json"
         )

@@ -4,16 +4,16 @@
     python scripts/report.py result.json page.html
     python scripts/report.py result.json rows.csv speedup.png
 
-RESULT is a file written by `--json FILE`, or the saved output of a script, of which the last line is used. The
-extension of each output file selects the format: .html is a self-contained page; .csv is the main table; .png is a plot
-of speedup against draft length, or of a server under load. The scripts' own `--html` and `--csv` write the same files.
+RESULT is a file written by `--json FILE`, the saved output of a script, or a result in docs/figures/. The extension of
+each output file selects the format: .html is a self-contained page; .csv is the main table; .png is a plot of speedup
+against draft length, or of a server under load. The scripts' own `--html` and `--csv` write the same files.
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
+from speculative.bench import saved_result
 from speculative.bench.load.arguments import png_file
 from speculative.bench.reporting.page import draw
 from speculative.bench.result import Result
@@ -27,20 +27,14 @@ FORMER = {"way": "method"}  # keys of rows in results of earlier versions
 
 def read_result(text: str) -> Result:
     """An argparse type: the result in a JSON file or on the last line of a saved output."""
-    path = Path(text)
     try:
-        content = path.read_text(encoding="utf-8").strip()
+        result = saved_result.read(Path(text))
     except OSError as error:
         raise argparse.ArgumentTypeError(f"cannot read {text!r}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        content = ""
-    for candidate in (content, content.rpartition("\n")[2]):
-        try:
-            result = json.loads(candidate)
-        except ValueError:
-            continue
-        if isinstance(result, dict) and {"program", "summary"} <= set(result):
-            return with_present_keys(result)
+    except ValueError:
+        result = {}
+    if {"program", "summary"} <= set(result):
+        return with_present_keys(result)
     raise argparse.ArgumentTypeError(
         f"{text!r} is not a result of these scripts: give a file written by --json, or an output whose last line is "
         "the JSON"

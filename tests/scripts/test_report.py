@@ -11,6 +11,7 @@ import sys
 
 import pytest
 
+from speculative.bench import saved_result
 from speculative.bench.reporting import charts
 from speculative.bench.reporting.page import html_text
 from speculative.pair.engines import engine_id
@@ -418,7 +419,7 @@ def test_extreme_values_are_drawn_inside_the_charts(draw, show, part):
 
 @pytest.mark.parametrize("file", sorted((ROOT / "docs/figures").glob("*.json")), ids=lambda file: file.stem)
 def test_recorded_result_of_every_program_is_drawn(file):
-    result = json.loads(file.read_text(encoding="utf-8"))["result"]
+    result = saved_result.read(file)
     if "program" not in result:
         pytest.skip("this program's results are not drawn")
     page = html.unescape(html_text(result)).replace("\u00a0", " ")
@@ -439,6 +440,13 @@ def test_last_line_of_saved_output_is_read(run, tmp_path):
     assert process.returncode == 0 and process.stdout.splitlines() == [str(file) for file in files]
     assert "2.00x" in files[0].read_text(encoding="utf-8")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["output.txt", "page.html", "rows.csv", "speedup.png"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_output_saved_by_windows_powershell_is_read(encoding, tmp_path):
+    saved = tmp_path / "output.txt"
+    saved.write_text(f"a table\n{json.dumps(MINIMAL)}\n", encoding)
+    assert saved_result.read(saved) == MINIMAL
 
 
 def test_load_results_of_earlier_versions_are_read(run_here, tmp_path):
