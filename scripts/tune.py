@@ -233,7 +233,8 @@ def write_recommendation(arguments: argparse.Namespace, found: Recommendation, d
     file = arguments.out or recommendation.place(arguments.main, draft)
     if not file:
         return (
-            f"{arguments.main} and {draft} share no parent folder, so no recommended.json was written: use --out FILE."
+            f"{arguments.main} and {draft} are in different folders, so no recommended.json was written: move them "
+            "into one, where --recommended finds it, or keep the result with --out FILE."
         )
     try:
         recommendation.write(file, found)

@@ -251,7 +251,7 @@ def test_interrupted_run_resumes_and_fresh_starts_over(run_here, tmp_path):
     assert psutil.wait_procs([child], timeout=PATIENCE)[1] == []
     first = cells_of(result_of(out))
     assert first["AUTO:CPU", "none"]["status"] == "ok" and first["AUTO:CPU", "AUTO:CPU"]["status"] == "not run"
-    assert "1 cells are not measured yet" in out and "main \\ draft" in out
+    assert "1 cell is not measured yet" in out and "main \\ draft" in out
 
     again = (PROGRAM, DRAFT, DRAFT, "--results", results, *QUICK, "--devices", "AUTO:CPU")
     process = run_here(*again)

@@ -372,6 +372,20 @@ def test_draft_without_accepted_tokens_never_gains():
     assert not verdict.as_dict()["use_draft"] and "hardly any of its tokens are accepted" in verdict.reason
 
 
+def test_gain_of_devices_is_not_called_a_change_of_the_machines_speed():
+    """The gain over the main model's defaults includes that of devices and properties: a draft bounds only its own."""
+    figures = {ALONE: [10, 10], SCHEDULED_ALONE: [40, 40], OURS: [60, 62]}
+    assert not any("machine's speed changed" in line for line in judge(made_up(figures, figures)).sentences)
+    figures = {ALONE: [10, 10], SCHEDULED_ALONE: [10, 10], OURS: [60, 62]}
+    assert any("machine's speed changed" in line for line in judge(made_up(figures, figures)).sentences)
+
+
+def test_few_texts_are_reported():
+    few, many = ({ALONE: [20] * n, OURS: [40] * n} for n in (2, 5))
+    assert "(2 texts in 2 rounds, too few to rely on: give more --minutes; " in judge(made_up(few, few)).sentences[0]
+    assert "(5 texts in 5 rounds; measured after the choice)" in judge(made_up(many, many)).sentences[0]
+
+
 def test_rarely_used_draft_is_not_called_rejected():
     """As with the adaptive draft length, if a draft step costs as much as a main-model step."""
     tuning = made_up({ALONE: [20, 20], OURS: [20, 20]}, gained=1)
@@ -667,7 +681,7 @@ def test_unwritable_recommendation_gives_one_sentence_error(tmp_path):
     arguments = SimpleNamespace(main=tmp_path / "main", out=None)
     assert "was not written" in tune.write_recommendation(arguments, {}, tmp_path / "draft")
     assert list(tmp_path.iterdir()) == [tmp_path / NAME]
-    assert "share no parent folder" in tune.write_recommendation(arguments, {}, tmp_path / "elsewhere/draft")
+    assert "are in different folders" in tune.write_recommendation(arguments, {}, tmp_path / "elsewhere/draft")
     arguments.out = tmp_path / "mine.json"
     assert tune.write_recommendation(arguments, {}, tmp_path / "elsewhere/draft") == f"Written to {arguments.out}."
     assert json.loads(arguments.out.read_text(encoding="utf-8")) == {"format": recommendation.FORMAT}

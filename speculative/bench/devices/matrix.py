@@ -10,6 +10,7 @@ from typing import cast
 import openvino_genai
 
 from speculative.bench.harness import BackgroundLoad
+from speculative.bench.load.metrics import counted
 from speculative.bench.quality import NEAR_TIE
 from speculative.bench.result import CellResult, Drawn, MethodRow, SwapRow
 from speculative.pair.devices import VIRTUAL
@@ -274,7 +275,8 @@ def summary(cells: list[Cell]) -> list[str]:
     lines += [f"{cell.name} is absent: {cell.reason}." for cell in troubled if _are_on_different_machines(cell)]
     lines += [f"{device.name} is absent: {device.missing}." for device in main_devices(cells) if device.missing]
     if waiting := sum(cell.status == "not run" for cell in cells):
-        lines.append(f"{waiting} cells are not measured yet: rerun the command to continue.")
+        verb = "is" if waiting == 1 else "are"
+        lines.append(f"{counted(waiting, 'cell')} {verb} not measured yet: rerun the command to continue.")
     kinds = {cell.machine_kind: cell.machine for cell in measured}
     if len(kinds) > 1:
         machines = "; ".join(f"{machine} ({kind})" for kind, machine in kinds.items())
@@ -299,9 +301,13 @@ def _changed_texts(measured: list[Cell]) -> list[str]:
     if real := [cell for cell in changed if is_real(cell.difference)]:
         lines.append(f"The greedy text really differs from that of {first} in: {listed(real)}.")
     if ties := [cell for cell in changed if cell.margins and cell not in real]:
-        lines.append(f"It differs from that of {first} only at near-ties (about equal in f32) in: {listed(ties)}.")
+        lines.append(
+            f"The greedy text differs from that of {first} only at near-ties (about equal in f32) in: {listed(ties)}."
+        )
     if unknown := [cell.name for cell in changed if not cell.margins]:
-        lines.append(f"It differs from that of {first} (near-tie or real not judged) in: {'; '.join(unknown)}.")
+        lines.append(
+            f"The greedy text differs from that of {first} (near-tie or real not judged) in: {'; '.join(unknown)}."
+        )
     return lines
 
 

@@ -6,6 +6,7 @@ import openvino as ov
 
 from speculative.bench import harness
 from speculative.bench import quality as text_quality
+from speculative.bench.load.metrics import counted
 from speculative.bench.tuning.choice import WORTH_IT, Figures, TuningChoice, contest_of, steps_to, tokens_each
 from speculative.bench.tuning.session import Session
 from speculative.bench.tuning.settings import PropertySet, Setting, shown
@@ -17,7 +18,8 @@ from speculative.sequence import metrics
 MEMORY_BOUND = 1.25  # verify ratio up to which a forward pass is limited by reading weights from memory
 HARDLY = 0.5  # draft tokens per forward pass below which a setting's acceptance rate says little
 FEW = 0.2  # accepted share of draft tokens below which acceptance is the reason for no gain
-UNLIKELY = 1.15  # speedup / block efficiency beyond what engine differences explain
+UNLIKELY = 1.15  # gain / block efficiency beyond what engine differences explain
+FEW_TEXTS = 4  # below this number of texts, the gain on others may differ much
 
 
 def gains(tuning: Session, measured: list[Figures], choice: TuningChoice, is_remeasured: bool) -> list[str]:
@@ -26,7 +28,7 @@ def gains(tuning: Session, measured: list[Figures], choice: TuningChoice, is_rem
     what = "this draft" if best.setting.draft else "suffix decoding"
     lines = [
         f"Use {what}: {best.setting} decodes {statistics.median(best.throughputs):.1f} tokens/s, "
-        f"{_times(best.speedups)} the main model alone with its defaults{_rounds(best, is_remeasured)}."
+        f"{_times(best.speedups)} the main model alone with its defaults{_rounds(tuning, best, is_remeasured)}."
     ]
     if best_alone.setting != tuning.baseline:
         lines.append(
@@ -43,7 +45,7 @@ def gains(tuning: Session, measured: list[Figures], choice: TuningChoice, is_rem
             f"Speedup over samples/{defaults}: {_times(best.over(sample))}{_in_steps(by_setting, sample, best)}."
         )
     tau = tokens_each(tuning, best)
-    if best.speedup > UNLIKELY * tau:
+    if statistics.median(best.over(best_alone)) > UNLIKELY * tau:
         lines.append(
             f"That is more than {tau:.1f} tokens per main-model forward pass can explain: the machine's speed changed "
             "during the measurement. Tune again when it is idle, or with more --minutes."
@@ -55,9 +57,11 @@ def why_it_helps(tuning: Session, best: Figures) -> str:
     """Acceptance rate, cost ratio, verify ratio, and the main limit on the gain."""
     if best.setting.copies:
         return f"Why: {_copied(tuning, best)}."
+    if best.setting.is_combined:
+        return f"Why: {_combined(tuning, best)}."
     facts = _facts(tuning, best)
     if not facts:
-        return "Why: not measured yet."
+        return "Why: the costs of this draft could not be measured."
     tau, acceptance, k, c, v = facts
     predicted = metrics.predicted_speedup(tau, k, c, v)
     speedup_without = {
@@ -70,8 +74,8 @@ def why_it_helps(tuning: Session, best: Figures) -> str:
     model = ov.Core().read_model(tuning.arguments.main / "openvino_model.xml")
     read = weights.read(model).bytes_per_step
     plain = tuning.costs[best.setting.models, best.setting.draft].main[1]
-    bound = "memory-bound, so verifying several tokens is cheap" if v <= MEMORY_BOUND else (
-        "no longer purely memory-bound, so verifying several tokens costs compute"
+    bound = "limited by memory bandwidth, so verifying several tokens is cheap" if v <= MEMORY_BOUND else (
+        "not limited by memory bandwidth alone, so each token to verify takes time"
     )  # fmt: skip
     return (
         f"Why: {acceptance:.0%} of the draft tokens are accepted, so a main-model forward pass yields {tau:.1f} "
@@ -112,9 +116,13 @@ def why_it_does_not(tuning: Session, best: Figures, best_alone: Figures, gains: 
     too_little = "even its best setting gains too little"
     if tau < WORTH_IT and drafted < HARDLY:
         too_little = f"its best setting drafts only {drafted:.2f} tokens per main-model forward pass"
+    break_even = max(v + c - 1, 0)
+    consequence = f"break-even is at a probability of {break_even:.2f}"
+    if break_even >= 1:
+        consequence = "drafting one token would not be faster even if it were always accepted"
     return (
         f"Do not use this draft: {too_little}: {measured_speed}. A draft token is accepted with probability "
-        f"{alpha:.2f}; {costs}, so break-even is at a probability of {max(v + c - 1, 0):.2f}."
+        f"{alpha:.2f}; {costs}, so {consequence}."
     )
 
 
@@ -141,12 +149,15 @@ def _times(ratios: list[float]) -> str:
     return f"{statistics.median(ratios):.2f}x{spread}"
 
 
-def _rounds(one: Figures, is_remeasured: bool) -> str:
-    """How many rounds were measured, and whether before or after the choice."""
-    rounds = len(one.speedups)
-    counted = f"{rounds} rounds" if rounds > 1 else "one round only: give more --minutes"
+def _rounds(tuning: Session, one: Figures, is_remeasured: bool) -> str:
+    """How many rounds and texts were measured, and whether before or after the choice."""
+    rounds, contest = len(one.speedups), contest_of(tuning, one.setting)
+    texts = len(contest.methods[one.setting].runs()) if contest else 1
+    measured = f"{counted(texts, 'text')} in {counted(rounds, 'round')}"
+    if texts < FEW_TEXTS:
+        measured += ", too few to rely on: give more --minutes"
     when = "measured after the choice" if is_remeasured else "the rounds that decided the choice, which overestimate it"
-    return f" ({counted}; {when})"
+    return f" ({measured}; {when})"
 
 
 def _in_steps(by_setting: dict[Setting, Figures], sample: Figures, best: Figures) -> str:
@@ -176,6 +187,25 @@ def _copied(tuning: Session, one: Figures) -> str:
         return f"it found nothing worth copying; {costs}"
     return (
         f"it copies {row['mean_draft_length']:.2f} tokens per main-model forward pass, of which "
+        f"{row['acceptance_rate']:.0%} are accepted, so a pass yields {row['block_efficiency']:.2f} tokens; {costs}"
+    )
+
+
+def _combined(tuning: Session, one: Figures) -> str:
+    """How much a draft and suffix decoding draft together, how much of that is accepted, and what both cost."""
+    measured: Costs = tuning.costs[one.setting.models, one.setting.draft]
+    costs = (
+        f"a draft step costs {measured.draft / measured.main[1]:.2f} of a main-model step, a copied token nothing, and "
+        f"verifying two tokens {measured.main[2] / measured.main[1]:.2f} of one"
+    )
+    contest = contest_of(tuning, one.setting)
+    if not contest:
+        return costs
+    row = harness.row(contest.methods[one.setting], contest.methods[tuning.baseline])
+    if row["acceptance_rate"] is None:
+        return f"nothing was drafted; {costs}"
+    return (
+        f"draft and suffix decoding draft {row['mean_draft_length']:.2f} tokens per main-model forward pass, of which "
         f"{row['acceptance_rate']:.0%} are accepted, so a pass yields {row['block_efficiency']:.2f} tokens; {costs}"
     )
 

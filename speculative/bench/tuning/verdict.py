@@ -66,9 +66,10 @@ def judge(tuning: Session) -> Verdict | None:
     use_draft = is_worth_it(tuning, best, best_alone)
     chosen = best if use_draft else best_alone
     worth_it = [one for one in choice.of_engine.values() if use_draft and is_worth_it(tuning, one, best_alone)]
-    settings: dict[str, RecommendedSettings] = {}
+    kept: dict[str, Figures] = {}
     for one in (choice.sample_alone, *worth_it, chosen):
-        settings.setdefault(one.setting.kept_as, _settings(one))
+        kept.setdefault(one.setting.kept_as, one)
+    models = kept[chosen.setting.kept_as].setting.models  # not the chosen method's if only the Python code runs that
     if use_draft:
         reason = reasons.why_it_helps(tuning, best)
         sentences = [*reasons.gains(tuning, found, choice, is_remeasured), reason]
@@ -79,7 +80,7 @@ def judge(tuning: Session) -> Verdict | None:
     sentences += command(tuning, chosen.setting, choice)
     if tuning.note:
         sentences.append(f"Note: {tuning.note}.")
-    quality = tuning.quality.get(chosen.setting.models)
+    quality = tuning.quality.get(models)
     return Verdict(
         tuning.arguments.main,
         best.setting.draft,
@@ -87,9 +88,9 @@ def judge(tuning: Session) -> Verdict | None:
         chosen.setting.kept_as,
         reason,
         sentences,
-        settings,
+        {name: _settings(one) for name, one in kept.items()},
         quality.figures() if quality else {},
-        measured_on(tuning.place, chosen.setting.models),
+        measured_on(tuning.place, models),
     )
 
 
