@@ -105,8 +105,9 @@ class LatencyCurve:
     def between(self, start: int, end: int) -> list[float]:
         """Seconds of forward passes over `start`, `start` + 1, ... `end` tokens."""
         values: list[float] = []
-        for left, right, seconds, more in zip(BOUNDS, BOUNDS[1:], self._learned, self._learned[1:], strict=False):
-            slope = (more - seconds) / (right - left)
+        for i in range(bisect_right(BOUNDS, start) - 1, bisect_right(BOUNDS[:-1], end)):
+            left, right, seconds = BOUNDS[i], BOUNDS[i + 1], self._learned[i]
+            slope = (self._learned[i + 1] - seconds) / (right - left)
             values += [seconds + slope * (n - left) for n in range(max(left, start), min(right, end + 1))]
         return values + [self._learned[-1]] * (end + 1 - max(start, BOUNDS[-1]))
 
