@@ -98,7 +98,9 @@ FIGURES = {
         f"--max-new-tokens 32 --rounds 1 --no-starts {FAST}",
         7,
     ),
-    "fixed-costs-smollm2": Figure(f"scripts/compare_sources.py {CHAT} {MIXED} --max-prompts 146 --samples 3", 36),
+    "fixed-costs-smollm2": Figure(
+        f"scripts/compare_sources.py {CHAT} {MIXED} -k 2,3,4 --max-prompts 88 --samples 3", 36
+    ),
     "fixed-costs-benchmark-pair": Figure(
         f"scripts/compare_sources.py {LARGE} {MIXED} -k 4,8 --max-prompts 44 --max-new-tokens 48 "
         "--samples 3 --property DYNAMIC_QUANTIZATION_GROUP_SIZE=128",
