@@ -47,6 +47,8 @@ from speculative.convert.draft_training import stages
 from speculative.convert.errors import ConvertError
 from speculative.error_text import engine_lines
 
+XPU_INSTALL = "pip install torch --index-url https://download.pytorch.org/whl/xpu"
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status: 0 done, 1 the job failed, 2 bad usage, 130 interrupted."""
@@ -67,7 +69,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--prompts", type=Path, metavar="FILE", help="JSONL file of user turns, with or without category")
     add("--tokens", type=int, default=500_000, help="maximum tokens of all texts, for disk space (default: 500000)")
     add("--length", type=int, default=256, help="maximum tokens of a text, including the prompt (default: 256)")
-    add("--draft-vocabulary", type=int, metavar="N", help="size of its vocabulary (default: covers 99.5 %% of texts)")
+    add(
+        "--draft-vocabulary",
+        type=int,
+        metavar="N",
+        help="size of its vocabulary (default: 99.5 %% of texts, at most 8192)",
+    )
     add("--layers", type=int, nargs=3, metavar="N", help="layers whose hidden states it reads (default: 1, N/2-1, N-4)")
     add("--init-from", type=Path, metavar="HEAD", help="EAGLE-3 head to train further (OpenVINO IR folder)")
     add("--keep-layers", type=int, metavar="N", help="layers that a pruned draft keeps (default: a quarter)")
@@ -128,7 +135,9 @@ def require_torch(device: str) -> None:
         try:
             torch.zeros(1, device=device)
         except (RuntimeError, AssertionError) as error:
-            raise ConvertError(f"torch cannot use --device {device} ({engine_lines(error)[0]}); use cpu", 2) from error
+            advice = f", or install torch for Intel GPUs: {XPU_INSTALL}" if device.startswith("xpu") else ""
+            reason = engine_lines(error)[0]
+            raise ConvertError(f"torch cannot use --device {device} ({reason}); use cpu{advice}", 2) from error
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 from speculative.convert.errors import ConvertError
 from speculative.convert.source import Source
 from speculative.models import gguf_file
-from speculative.models.config import read_config, text_config
+from speculative.models.config import read_config, rope_theta, text_config
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 SPECULATORS = "Eagle3Speculator"
@@ -74,8 +74,8 @@ def head_config(head: Source) -> dict:
     if unsupported := [key for key in UNSUPPORTED if config_read.get(key)]:
         raise ConvertError(f"{head.name} has {unsupported[0]}, which optimum-cli ignores; use a head without it")
     rotary = config.get("rope_parameters") or {}  # transformers 5
-    if "rope_theta" in rotary and "rope_theta" not in config:
-        config = {**config, "rope_theta": rotary["rope_theta"]}
+    if "rope_theta" not in config and (theta := rope_theta(config)):
+        config = {**config, "rope_theta": theta}
         if rotary.get("rope_type", "default") != "default":
             config["rope_scaling"] = {key: value for key, value in rotary.items() if key != "rope_theta"}
     config_kept = {

@@ -1,6 +1,8 @@
 """Main function of the conversion programs: an error is one sentence and an exit status, without a stack trace."""
 
+import contextlib
 import errno
+import shutil
 import sys
 import traceback
 from collections.abc import Callable
@@ -8,6 +10,8 @@ from pathlib import Path
 
 from speculative.convert.errors import ConvertError
 from speculative.error_text import engine_lines
+
+NOTHING = 1 << 20  # bytes free on a full disk, at most
 
 
 def run(job: Callable[[], None], out: Path, debug: bool, interrupted: str) -> int:
@@ -41,8 +45,16 @@ def run_child(job: Callable[[], None]) -> int:
 def _sentence(error: Exception, out: Path) -> str:
     if isinstance(error, ConvertError):
         return str(error)
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+    # safetensors' error, and OpenVINO's, which does not say why
+    is_other_library = "os error 28" in str(error) or ("iostream error" in str(error) and _is_full(out))
+    if is_other_library or (isinstance(error, OSError) and error.errno == errno.ENOSPC):
         return f"the disk of {out} is full; free space and run the same command again"
     if type(error).__name__ == "OutOfMemoryError":  # torch's, which takes seconds to import
         return "the memory of --device is too small; free some, or give a smaller --length or --draft-vocabulary"
     return f"{type(error).__name__}: {engine_lines(error)[0]}; --debug shows where"
+
+
+def _is_full(folder: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return shutil.disk_usage(next(parent for parent in (folder, *folder.parents) if parent.exists())).free < NOTHING
+    return False

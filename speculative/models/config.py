@@ -19,6 +19,11 @@ def context_length(config: dict) -> int | None:
     return next((part[key] for part in (text_config(config), config) for key in CONTEXT_KEYS if part.get(key)), None)
 
 
+def rope_theta(config: dict) -> float | None:
+    """The base of rotary position embeddings; None if the config does not give it."""
+    return config.get("rope_theta") or (config.get("rope_parameters") or {}).get("rope_theta")  # transformers 4, 5
+
+
 def sliding_window(config: dict) -> int:
     """The sliding attention window in tokens, 0 without one."""
     known = {**config, **text_config(config)}

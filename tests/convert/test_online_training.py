@@ -186,6 +186,20 @@ def test_texts_answer_given_prompts_and_beginnings_of_them(in_torch, prompts, tm
     assert max(len(text.tokens) for text in file.texts) <= 96
 
 
+def test_held_out_prompt_that_the_model_writes_is_not_trained_on(in_torch, prompts, tmp_path):
+    file = TextFile(tmp_path / "texts.jsonl")
+    main = ModelSpec(save_tiny_main(tmp_path / "main", chat_template=None), "CPU", {})
+    writer = device_writer.DeviceWriter(main, in_torch, 96, prompts, file)
+    for index in range(len(prompts)):
+        prompt = writer._prompts[index][0]
+        tokens = np.array([*writer._opening.lead, *prompt, *range(20)])
+        writer._keep(slots.Written(tokens, len(tokens) - 20, slots.Start([], True, 0, 1.0)))
+    assert {tuple(text.prompt) for text in file.held_out} == {
+        tuple(writer._prompts[index][0]) for index in writer._held_out
+    }
+    assert len(file.training) == len(prompts) - len(writer._held_out) and file.held_out[0].category
+
+
 def test_texts_continue_first_words_without_a_chat_template(in_torch, prompts, tmp_path):
     """The token before the model's own texts is none of the prompts'."""
     main = save_tiny_main(tmp_path / "main", chat_template=None)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from speculative.atomic_write import atomic_write
 
+SAVE_EVERY = 60.0  # seconds; a process that is killed loses no more
+PAUSE = 20  # times as long as a save or an evaluation takes, until the next one: both grow with the draft
 ENDS = {"texts": 0.25, "states": 0.42, "training": 0.9}  # the share of the budget at which each stage ends
 
 
@@ -19,18 +21,19 @@ class Clock:
         self.seconds = minutes * 60  # of all stages
         self.spent: dict[str, float] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         self._stage: str | None = None
-        self._mark = 0.0
+        self._mark = self._saved = 0.0
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Within the block, time counts for the stage `name`, also if it ends with an error."""
-        self._stage, self._mark = name, time.monotonic()
+        self._stage = name
+        self._mark = self._saved = time.monotonic()
         try:
             yield
         finally:
             self.tick()
             self._stage = None
-            atomic_write(self._file, json.dumps(self.spent, indent=1))
+            self._save()
 
     def tick(self) -> None:
         """Add the seconds since the last call to the current stage."""
@@ -42,8 +45,14 @@ class Clock:
     def remaining(self, name: str) -> float:
         """Seconds that the stage may still take; 0 if its time is up."""
         self.tick()
+        if self._stage and self._mark - self._saved > SAVE_EVERY:
+            self._save()
         earlier = sum(self.spent.get(stage, 0.0) for stage, end in ENDS.items() if end <= ENDS[name])
         return max(0.0, ENDS[name] * self.seconds - earlier)
+
+    def _save(self) -> None:
+        atomic_write(self._file, json.dumps(self.spent, indent=1))
+        self._saved = self._mark
 
     @property
     def verdict_seconds(self) -> float:

@@ -45,6 +45,7 @@ class DeviceWriter:
         self._opening = beginnings.opening(tokenizer, main.vocabulary, self._random)
         self._prompts = encoded(prompts, tokenizer, longest)
         self._held_out = held_out(self._prompts)
+        self._category_of = {tuple(self._prompts[index][0]): self._prompts[index][1] for index in self._held_out}
         self._training = [index for index in range(len(self._prompts)) if index not in self._held_out]
         self._first = iter(sorted(self._held_out))  # the verdict is about these, each once
         opening = len(self._opening.lead) + len(self._opening.prefix) + len(self._opening.suffix)
@@ -122,6 +123,8 @@ class DeviceWriter:
         if start.prompt is None:
             prompt = prompt[len(self._opening.lead) :]
             is_test, category = not self._prompts and is_held_out(prompt), ""
+            if tuple(prompt) in self._category_of:  # the model wrote a held-out prompt
+                is_test, category = True, self._category_of[tuple(prompt)]
         else:
             is_test, category = start.prompt in self._held_out, self._prompts[start.prompt][1]
         self._file.add(Text(prompt, answer, start.temperature, is_test, category))

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from speculative.convert.draft_training.head import HeadTraining
 
 COVERAGE, MAX_DRAFT_VOCABULARY = 0.995, 8192  # of the draft vocabulary, by default
-FURTHER_RATE = 5e-4  # highest learning rate for a head that is trained already
+OUTDATED = 0.01  # share of the text that a new choice of the draft vocabulary must add to be worth a message
+FURTHER_RATE = 5e-4  # highest learning rate for a head that is trained already, except online
 
 
 class Eagle3(Kind):
@@ -100,6 +101,13 @@ class Eagle3(Kind):
         known = training.vocabulary
         self._coverage = float(counts[known].sum() / counts.sum())
         print(f"draft vocabulary: {len(known):,} of {len(counts):,} tokens, {self._coverage:.1%} of the text")
+        better = choose_vocabulary(counts, self._draft_vocabulary, COVERAGE, MAX_DRAFT_VOCABULARY)
+        gain = float(counts[better].sum() / counts.sum()) - self._coverage
+        if gain > OUTDATED:
+            print(
+                f"it was chosen from earlier texts; one of {len(better):,} tokens would cover {gain:.1%} more: train "
+                f"the head further in another folder, with --init-from OUT --draft-vocabulary {len(better)}"
+            )
         return training
 
     def save(self, training: "HeadTraining", folder: Path) -> None:

@@ -9,7 +9,7 @@ import openvino as ov
 from openvino import opset13 as ops
 
 from speculative.convert.errors import ConvertError
-from speculative.models.config import context_length, read_config, text_config
+from speculative.models.config import context_length, read_config, rope_theta, text_config
 from speculative.models.eagle3_graph import find_embedding
 from speculative.models.spec import ModelSpec
 
@@ -156,7 +156,7 @@ def shape_of(folder: Path, hidden: int) -> Shape:
         config.get("num_key_value_heads") or heads,
         config.get("head_dim") or hidden // heads,
         config.get("rms_norm_eps") or 1e-6,
-        config.get("rope_theta") or 10000.0,
+        rope_theta(config) or 10000.0,
         context_length(config) or 4096,
         config.get("bos_token_id"),
         config.get("eos_token_id"),

@@ -13,7 +13,7 @@ from speculative.atomic_write import atomic_write
 from speculative.cli.progress import tqdm
 from speculative.convert.draft_training import beginnings, model_card, verdict
 from speculative.convert.draft_training.beginnings import Prompt
-from speculative.convert.draft_training.clock import Clock
+from speculative.convert.draft_training.clock import PAUSE, Clock
 from speculative.convert.draft_training.draft_folder import DraftFolder
 from speculative.convert.draft_training.eagle3 import Eagle3
 from speculative.convert.draft_training.kind import Kind
@@ -32,7 +32,8 @@ if TYPE_CHECKING:  # torch takes seconds to import, and the first stages need no
 
 TOP = 64  # next tokens whose probabilities are kept
 TEXT_BYTES = 8  # on disk for a token of a text
-EVALUATED, EVALUATE_EVERY = 24, 60.0  # held-out texts that are read, too; seconds between evaluations
+EVALUATED, EVALUATE_EVERY = 24, 60.0  # held-out texts that are read, too; least seconds between evaluations
+MANY_CUT = 0.5  # share of cut answers above which --length is too small
 PACKAGES = ("openvino", "openvino-genai", "torch", "transformers")
 
 
@@ -134,12 +135,14 @@ class _Stages:
     def _require_space(self) -> None:
         missing = max(0, self.options.tokens - sum(self.states.lengths))
         each = TEXT_BYTES if self.kind.online else StateFile.bytes_each(self.kind.states, self.top)
-        needed = missing * each + self.kind.space
+        saved = self.folder.work / "training.pt"
+        needed = missing * each + self.kind.space - (saved.stat().st_size if saved.exists() else 0)
         free = shutil.disk_usage(self.folder.work).free
         if needed > free:
+            what = f"{self.options.tokens:,} tokens need" if missing else "the training and the draft need"
             raise ConvertError(
-                f"the disk of {self.options.out} has {free / 1e9:.1f} GB free, but {self.options.tokens:,} tokens need "
-                f"up to {needed / 1e9:.1f} GB; make room, choose another folder, or give a smaller --tokens"
+                f"the disk of {self.options.out} has {free / 1e9:.1f} GB free, but {what} up to {needed / 1e9:.1f} GB; "
+                f"make room{', choose another folder, or give a smaller --tokens' if missing else ''}"
             )
 
     def _write_texts(self) -> None:
@@ -159,7 +162,13 @@ class _Stages:
                 bar.close()
         self.texts.close()
         held_out = len(self.texts.held_out)
-        print(f"texts: {len(self.texts.texts):,}, {self.texts.token_count:,} tokens, {held_out} of the texts held out")
+        lengths = [len(text.prompt) + len(text.answer) for text in self.texts.texts]
+        cut = sum(length >= self.longest for length in lengths) / len(lengths)
+        advice = "; give a greater --length if answers are longer" if cut > MANY_CUT else ""
+        print(
+            f"texts: {len(self.texts.texts):,}, {self.texts.token_count:,} tokens, {held_out} of the texts held out, "
+            f"{cut:.0%} cut at {self.longest} tokens{advice}"
+        )
 
     def _writer(self) -> "Writer | DeviceWriter":
         if not self.kind.online:
@@ -193,15 +202,16 @@ class _Stages:
         remaining = self.clock.remaining("training")
         seconds = remaining + self.clock.spent.get("training", 0.0)
         bar = tqdm(total=round(seconds), unit="s", desc="training", mininterval=1)
-        evaluated = remaining
+        evaluated, pause = remaining, EVALUATE_EVERY
 
         def progress(loss: float) -> None:
-            nonlocal evaluated
+            nonlocal evaluated, pause
             now = self.clock.remaining("training")
             bar.n = bar.total - round(now)
-            if evaluated - now > EVALUATE_EVERY:
-                evaluated = now
+            if evaluated - now > pause:
                 agreement = training.evaluate(held_out).agreement
+                evaluated = self.clock.remaining("training")
+                pause = max(EVALUATE_EVERY, PAUSE * (now - evaluated))
                 bar.set_postfix(steps=training.steps, loss=f"{loss:.2f}", agreement=_shares(agreement), refresh=False)
             bar.update(0)
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from speculative.convert.draft_training.clock import PAUSE
 from speculative.convert.draft_training.state_file import TextStates
 
 STEP_WEIGHT = 0.8  # of each against the one before, as in EAGLE
@@ -25,7 +26,7 @@ ROWS, DEVICE_ROWS = 64, 4096  # of logits at a time, for the loss: on a CPU, on 
 VARIATION_FROM, VARIATION_FULL = 0.4, 0.6  # shares of the training between which the total variation is added
 VARIATION_RATE = 3.0  # of its weight, 1 - exp(-rate * accepted share)
 BATCH, POOL = 1024, 256  # tokens of a batch, texts whose lengths are compared
-SAVE_EVERY = 60.0  # seconds
+SAVE_EVERY = 60.0  # seconds, at least
 
 
 class Batch(NamedTuple):
@@ -175,16 +176,18 @@ class Training(ABC):
         progress: Callable[[float], None],
     ) -> None:
         """Train until the time is up, at least MIN_STEPS. `seconds` is the whole time of the training, over all runs.
-        Calls `progress` with the loss of each step. The state is saved every minute and at the end, also by Ctrl-C."""
+        Calls `progress` with the loss of each step. The state is saved every minute, or less often if that takes long,
+        and at the end, also by Ctrl-C."""
         batches = self._batches(texts)
-        saved = time.monotonic()
+        saved, pause = time.monotonic(), SAVE_EVERY
         try:
             while (remaining := seconds_left()) > 0 or not self.is_enough:
                 share = min(1 - remaining / seconds, self.steps / MIN_STEPS)
                 progress(self._step(next(batches), share))
-                if time.monotonic() - saved > SAVE_EVERY:
+                if (begin := time.monotonic()) - saved > pause:
                     self.save()
                     saved = time.monotonic()
+                    pause = max(SAVE_EVERY, PAUSE * (saved - begin))
         finally:
             self.save()
 

@@ -20,6 +20,7 @@ K = 4  # draft length for acceptance by position
 MODES: dict[str, dict] = {"greedy": {}, "temperature 1": {"do_sample": True, "temperature": 1.0}}
 FIXED = f"fixed draft length {K}"
 NEW_TOKENS = 128
+WARM_UP = 8  # tokens
 
 
 @dataclass
@@ -75,11 +76,15 @@ def judge(
     methods |= {"suffix decoding": (lookup, {}), "main alone": (alone, {})}
     runs = {mode: {method: Run() for method in methods} for mode in MODES}
     categories: list[str] = []
+    order = [*methods.items()]
+    for decoder, length in methods.values():  # the first passes of a process are slower
+        decoder.generate(prompts[0][0], GenerationConfig(max_new_tokens=WARM_UP, **length))
     for prompt, category in prompts:
         if categories and time.monotonic() > end:
             break
         for mode, options in MODES.items():
-            for method, (decoder, length) in methods.items():
+            order = [*order[1:], order[0]]
+            for method, (decoder, length) in order:
                 config = GenerationConfig(max_new_tokens=min(NEW_TOKENS, longest - len(prompt)), **options, **length)
                 runs[mode][method].results.append(decoder.generate(prompt, config))
         categories.append(category)

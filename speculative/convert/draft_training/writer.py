@@ -148,6 +148,11 @@ def encoded(prompts: list[Prompt], tokenizer: openvino_genai.Tokenizer, longest:
     categories. Raises ConvertError if they are too few."""
     pairs = [(encode(prompt.text, tokenizer).tolist(), prompt.category) for prompt in prompts]
     unique = {tuple(ids): category for ids, category in pairs if len(ids) <= longest - MIN_ANSWER}
+    if too_long := sum(len(ids) > longest - MIN_ANSWER for ids, _ in pairs):
+        print(
+            f"prompts: {too_long:,} of {len(pairs):,} have more than {longest - MIN_ANSWER} tokens and are left out; "
+            "with a greater --length they are not"
+        )
     if prompts and len(unique) < beginnings.MIN_PROMPTS:
         raise ConvertError(
             f"only {len(unique)} prompts have at most {longest - MIN_ANSWER} tokens; give shorter ones, or a greater "
