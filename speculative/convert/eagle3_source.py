@@ -17,7 +17,13 @@ from speculative.models.config import read_config, rope_theta, text_config
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 SPECULATORS = "Eagle3Speculator"
 UNSUPPORTED = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # optimum-intel ignores them
-REQUIRED = {"fc.weight", "norm.weight", "lm_head.weight", "midlayer.self_attn.q_proj.weight"}
+REQUIRED = {  # the tensors that optimum-intel loads, and starts at random if they are missing
+    *("fc.weight", "norm.weight", "lm_head.weight"),
+    *(f"midlayer.self_attn.{name}_proj.weight" for name in "qkvo"),
+    *(f"midlayer.mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+    *(f"midlayer.{name}.weight" for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")),
+}
+OPTIONAL = {"embed_tokens.weight", "d2t", "t2d", "midlayer.self_attn.rotary_emb.inv_freq"}
 FEWEST_LAYERS = 7  # of a main model, for 1 < N/2 - 1 < N - 4
 LAYER = re.compile(r"^(model\.)?layers\.0\.")  # the name of the only layer in speculators' format
 
@@ -71,7 +77,8 @@ def head_config(head: Source) -> dict:
         )
     if config_read.get("modal_type") == "VLM" or "_vl" in str(config_read.get("target_model_type")):
         raise ConvertError(f"{head.name} is the head of a vision-language model; use that of a text model")
-    if unsupported := [key for key in UNSUPPORTED if config_read.get(key)]:
+    nested = config_read.get("eagle_config") or {}  # NVIDIA's checkpoints
+    if unsupported := [key for key in UNSUPPORTED if config_read.get(key) or nested.get(key)]:
         raise ConvertError(f"{head.name} has {unsupported[0]}, which optimum-cli ignores; use a head without it")
     rotary = config.get("rope_parameters") or {}  # transformers 5
     if "rope_theta" not in config and (theta := rope_theta(config)):
@@ -81,19 +88,27 @@ def head_config(head: Source) -> dict:
     config_kept = {
         key: value
         for key, value in config.items()
-        if key not in ("auto_map", "attn_implementation", "rope_parameters") and not key.startswith("_")
+        if key not in ("auto_map", "attn_implementation", "rope_parameters")
+        and not key.startswith("_")
+        and value is not None  # which optimum-intel computes with
     }
     config_kept.setdefault("draft_vocab_size", config_kept.get("vocab_size"))
     return {**config_kept, "architectures": [ARCHITECTURES[0]], "num_hidden_layers": 1}
 
 
 def refuse_incomplete(names: set[str], config: dict, config_read: str) -> None:
-    """Raise ConvertError if a checkpoint with tensors of these `names` lacks one: it would be exported at random."""
+    """Raise ConvertError if a checkpoint with tensors of these `names` lacks one, which would be exported at random, or
+    has one that would be left out."""
     tensor_names = {name.removeprefix("model.") for name in names}
     reduced = config["draft_vocab_size"] != config.get("vocab_size")
     if missing := sorted((REQUIRED | ({"d2t"} if reduced else set())) - tensor_names):
         raise ConvertError(
             f"{config_read} lacks {', '.join(missing)}, so it is not a complete EAGLE-3 head; download it again"
+        )
+    if extra := sorted(name for name in tensor_names - REQUIRED - OPTIONAL if not name.startswith("verifier_")):
+        raise ConvertError(
+            f"{config_read} has {', '.join(extra)}, which optimum-cli leaves out; use a head of the published "
+            "architecture"
         )
 
 
@@ -134,10 +149,15 @@ def _layers(head: Source, main: Source, count: int | None) -> list[int]:
             f"{head.name} does not say which layers of the main model it reads, and {main.name} has only {count}; "
             "add eagle_config with eagle_aux_hidden_state_layer_ids (three layer numbers) to its config.json"
         )
-    if layers and (len(layers) != 3 or min(layers) < 0 or (count and max(layers) >= count)):
+    if layers and (len(layers) != 3 or min(layers) < 0):
         raise ConvertError(
-            f"{head.name} reads the outputs of layers {', '.join(map(str, layers))}, but it needs three of the "
-            f"{count or ''} layers of {main.name}, counted from 0: it is the head of another model"
+            f"{head.name} reads {len(layers)} layers ({', '.join(map(str, layers))}; -1: the embeddings), but only "
+            "heads that read the outputs of three layers are supported; use another head"
+        )
+    if layers and count and max(layers) >= count:
+        raise ConvertError(
+            f"{head.name} reads the outputs of layers {', '.join(map(str, layers))}, but {main.name} has only layers 0 "
+            f"to {count - 1}: it is the head of another model"
         )
     return layers
 

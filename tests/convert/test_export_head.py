@@ -95,6 +95,7 @@ def test_speculators_head_is_converted_to_eagle_format(shard_size, checkpoints, 
     huggingface_hub.save_torch_state_dict(renamed, folder, max_shard_size=shard_size)
     assert (folder / "model.safetensors").exists() == (shard_size > sum(tensor.nbytes for tensor in renamed.values()))
     nested = {"architectures": ["Eagle3Speculator"], "draft_vocab_size": drafted, "norm_before_residual": False}
+    nested["target_hidden_size"] = None  # as in published ones
     nested |= {"transformer_layer_config": config, "eagle_aux_hidden_state_layer_ids": [2, 4, 5]}
     (folder / "config.json").write_text(json.dumps(nested), encoding="utf-8")
 
@@ -107,6 +108,7 @@ def test_speculators_head_is_converted_to_eagle_format(shard_size, checkpoints, 
     assert all(torch.equal(staged[name], tensors[name]) for name in tensors)
     made = json.loads((tmp_path / "staged/config.json").read_text(encoding="utf-8"))
     assert made["architectures"] == ["LlamaForCausalLMEagle3"] and made["draft_vocab_size"] == drafted
+    assert "target_hidden_size" not in made
     assert made["hidden_size"] == config["hidden_size"] and made["rope_theta"] == config["rope_theta"]
 
 
@@ -130,7 +132,10 @@ def test_layers_come_from_config_or_published_defaults(config, layers, checkpoin
     [
         ("other", {}, "was trained for hidden states of size 32, but .* has 64: it is the head of another model"),
         ("main", {"vocab_size": 500}, "was trained for a vocabulary of 500, but .* has 384: it is the head of another"),
-        ("main", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 9, 20]}}, "of layers 1, 9, 20, .* the 8"),
+        ("main", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 9, 20]}}, "of layers 1, 9, 20, .* 0 to 7"),
+        ("main", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 5, 6]}}, "reads 4 layers .*2, 4, 5, 6"),
+        ("main", {"eagle_aux_hidden_state_layer_ids": [0, 4, 5]}, "-1, 3, 4; -1: the embeddings"),
+        ("main", {"eagle_config": {"norm_before_fc": True}}, "has norm_before_fc, which optimum-cli ignores"),
         ("main", {"norm_before_residual": True}, "has norm_before_residual, which optimum-cli ignores"),
         ("main", {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "of the architecture Eagle3DeepseekV2ForCausalLM"),
         ("main", {"modal_type": "VLM"}, "is the head of a vision-language model"),
@@ -145,6 +150,24 @@ def test_mismatched_head_is_rejected_before_export(main, config, words, checkpoi
     assert len(error.splitlines()) == 1
     assert re.search(words, error), error
     assert not (tmp_path / "pair").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("midlayer.mlp.up_proj.weight", "lacks midlayer.mlp.up_proj.weight, so it is not a complete EAGLE-3 head"),
+        ("midlayer.self_attn.q_proj.bias", "has midlayer.self_attn.q_proj.bias, which optimum-cli leaves out"),
+        ("fc.bias", "has fc.bias, which optimum-cli leaves out"),
+    ],
+)
+def test_head_with_missing_or_further_tensors_is_rejected(name, words, checkpoints, tmp_path, capsys):
+    head = changed(checkpoints, tmp_path / "head")
+    tensors = safetensors.load_file(head / "model.safetensors")
+    if tensors.pop(name, None) is None:
+        tensors[name] = torch.zeros(4)
+    safetensors.save_file(tensors, head / "model.safetensors")
+    status, _, error = exported(capsys, checkpoints / "main", head, tmp_path / "pair")
+    assert status == 1 and words in error and len(error.splitlines()) == 1
 
 
 def test_head_without_d2t_table_is_rejected(checkpoints, tmp_path, capsys):
