@@ -45,7 +45,6 @@ from speculative.convert.model_server_settings import (
 )
 from speculative.convert.optimum_cli import shown
 from speculative.convert.work_folder import recover
-from speculative.models.eagle3_graph import is_head
 from speculative.pair import model_info
 from speculative.pair.check import check_pair
 
@@ -195,7 +194,7 @@ def write_repository(options: argparse.Namespace, serving: Serving, graph: str, 
         copied = place_model(options.pair / "main", served / "main", options.copy)
         if serving.drafting:
             draft = options.pair / "draft"
-            copied = place_model(draft, served / "draft", options.copy, subfolders=not is_head(draft)) or copied
+            copied = place_model(draft, served / "draft", options.copy) or copied
             greedy_by_default(served / "main" / "generation_config.json", serving)
         write(served / "graph.pbtxt", graph)
         write(folder / "config.json", config)

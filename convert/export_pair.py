@@ -374,7 +374,7 @@ def request(half: str, model: source.Source, options: argparse.Namespace) -> dic
     """The request for a half: the part of its record that decides whether it can be reused."""
     half_request = {"source": model.name, "revision": model.commit, "content": None, "arguments": None}
     if model.commit is None:
-        half_request["content"] = source.content_hash(model.folder, model.gguf)
+        half_request["content"] = source.content_hash(model.folder, model.gguf, subfolders=not model.is_ir)
     if not model.is_ir:
         half_request["arguments"] = half_arguments(half, options, model)
     return half_request

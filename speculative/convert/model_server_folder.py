@@ -40,21 +40,17 @@ def new_repository(target: Path, overwrite: bool) -> Iterator[Path]:
         ) from error
 
 
-def place_model(source: Path, target: Path, copy: bool, subfolders: bool = True) -> str:
-    """Put the files of a model folder into `target`: small files are copied, weights (.bin) hard-linked or copied.
-    Unless `subfolders`, its subfolders are left out.
+def place_model(source: Path, target: Path, copy: bool) -> str:
+    """Put the files of a model folder into `target`: small files are copied, weights (.bin) hard-linked or copied. Its
+    subfolders, such as a training's state, are left out.
 
     Returns why weights were copied although `copy` is False (another disk, for example), or "".
     """
-    files = [
-        path
-        for path in sorted(source.rglob("*") if subfolders else source.glob("*"))
-        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(source).parts)
-    ]
+    files = [path for path in sorted(source.iterdir()) if path.is_file() and not path.name.startswith(".")]
+    target.mkdir(parents=True)
     reason, large = "", []
     for path in files:
-        target_path = target / path.relative_to(source)
-        target_path.parent.mkdir(parents=True, exist_ok=True)
+        target_path = target / path.name
         if path.suffix != ".bin":
             shutil.copyfile(path, target_path)
             continue

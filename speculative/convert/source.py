@@ -269,11 +269,13 @@ def named_link(source: Source, folder: Path) -> Path:
     return link
 
 
-def content_hash(folder: Path, only: Path | None = None, skip: Path | None = None) -> str:
+def content_hash(folder: Path, only: Path | None = None, skip: Path | None = None, subfolders: bool = True) -> str:
     """SHA-256 of the files of a local source, or of one of them, to detect changes between runs. Files in the folder
-    `skip` do not count."""
+    `skip` do not count, nor do those in `subfolders` unless wanted."""
     digest = hashlib.sha256()
     for path in [only] if only else _files(folder):
+        if path.parent != folder and not only and not subfolders:
+            continue
         if skip and path.resolve().is_relative_to(skip.resolve()):
             continue
         digest.update(f"{path.relative_to(folder).as_posix()}\0{path.stat().st_size}\0".encode())
@@ -284,11 +286,15 @@ def content_hash(folder: Path, only: Path | None = None, skip: Path | None = Non
 
 
 def copy_ir(source: Source, target: Path) -> None:
-    """Copy an IR folder's files, following the links of the hub cache; skips hidden files."""
+    """Copy an IR folder's files, following the links of the hub cache; skips hidden files, and subfolders, which are no
+    part of the model: a training's state, for one."""
     try:
-        shutil.copytree(source.folder, target, ignore=shutil.ignore_patterns(".*"))
+        target.mkdir(parents=True)
+        for path in sorted(source.folder.iterdir()):
+            if path.is_file() and not path.name.startswith("."):
+                shutil.copy2(path, target)
     except OSError as error:
-        reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror  # it lists (from, to, why)
+        reason = error.strerror
         raise ConvertError(
             f"{source.name} could not be copied ({reason}); make room, check the disk, or choose another OUT_DIR"
         ) from error
