@@ -1,5 +1,6 @@
 """Proposers of draft tokens: their protocol, and the draft model. `suffix.py` proposes tokens without a model."""
 
+import warnings
 from typing import Protocol
 
 import numpy as np
@@ -10,6 +11,7 @@ from speculative.models.batch_model import Slot
 from speculative.models.cached_model import CachedModel
 from speculative.models.eagle3_batch import HeadSlot
 from speculative.models.eagle3_head import EagleHead
+from speculative.sampling.distribution import InvalidLogits
 from speculative.sampling.grammar import NothingAllowed
 from speculative.sampling.proposal import Proposal
 from speculative.sampling.rejection_sampling import OneHot, Probabilities, draw
@@ -70,6 +72,9 @@ class DraftModelProposer:
         try:
             q = transform(logits, tokens, targets)
         except NothingAllowed:
+            return None
+        except InvalidLogits as error:  # a bad draft costs time, not the answer
+            warnings.warn(f"nothing is drafted where the draft model fails: {error}", stacklevel=2)
             return None
         token = draw(q, random)
         if self.retokenizer:
