@@ -9,9 +9,17 @@ HIDDEN_STATE_DRAFTS = {"eagle3_mode": "EAGLE-3", "dflash_mode": "DFlash"}  # opt
 
 
 def read_config(folder: Path) -> dict:
-    """The content of config.json, or {} if there is none. Raises ValueError if it is not JSON."""
+    """The content of config.json, or {} if there is none. Raises ValueError if it is no JSON object."""
     file = Path(folder, "config.json")
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    if not file.exists():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON ({error}); copy or download it again") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} does not hold a JSON object; copy or download it again")
+    return content
 
 
 def context_length(config: dict) -> int | None:

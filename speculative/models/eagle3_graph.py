@@ -13,6 +13,7 @@ import numpy as np
 import openvino as ov
 from openvino import opset13
 
+from speculative.error_text import engine_lines
 from speculative.models.config import hidden_state_draft, read_config
 
 HIDDEN_STATE = "last_hidden_state"  # the name of the added output, in both models; GenAI's
@@ -50,7 +51,11 @@ class HeadGraph:
     def __init__(self, folder: Path):
         """Raises ValueError if `folder` does not hold an EAGLE-3 head that optimum-cli exported."""
         self.folder = folder
-        self.model = ov.Core().read_model(folder / "openvino_model.xml")
+        try:
+            self.model = ov.Core().read_model(folder / "openvino_model.xml")
+        except RuntimeError as error:
+            reason = engine_lines(error)[-1]
+            raise ValueError(f"{folder}/openvino_model.xml cannot be read ({reason}): export it again") from None
         self.targets = self._read_targets()
         self.layers = self._read_layers()
         self.taps: list[int] = []
@@ -189,7 +194,7 @@ def _share_weights(embedding: ov.Node, reader: ov.Node) -> None:
 
 
 def _add_output(model: ov.Model, node: ov.Node) -> None:
-    result = opset13.result(node)
+    result = opset13.result(node if node.get_element_type() == ov.Type.f32 else opset13.convert(node, "f32"))
     result.output(0).set_names({HIDDEN_STATE})
     model.add_results([result])
     model.validate_nodes_and_infer_types()

@@ -16,7 +16,12 @@ def keep_logits_at(model: ov.Model, axis: int) -> None:
 
     Raises ValueError if no LM head is found.
     """
-    head = model.get_results()[0]
+    result = head = model.get_results()[0]
+    if (logits := result.input_value(0)).get_element_type() != ov.Type.f32:  # numbers of 16 bits
+        names, converted = logits.get_names(), opset13.convert(logits, "f32").output(0)
+        logits.set_names(set())
+        converted.set_names(names)
+        result.input(0).replace_source_output(converted)
     while head.get_type_name() in BEHIND_LM_HEAD:
         head = next(
             (

@@ -100,7 +100,7 @@ class NpuModel:
             mask[0, -n:] = 1
         self._set("input_ids", self._text[None, start:end])
         self._set("attention_mask", mask)
-        self._set("position_ids", np.arange(start, end)[None])
+        self._set("position_ids", np.arange(start, end, dtype=np.int64)[None])
         self._request.start_async()
         self._request.wait()
         self._new_prompt_length = end if is_prompt else 0

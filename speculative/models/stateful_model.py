@@ -57,8 +57,8 @@ class StatefulModel:
         self._mask[0, self._used : end] = 1
         self._set("input_ids", np.array(tokens, np.int64)[None])
         self._set("attention_mask", self._mask[:, :end])
-        self._set("position_ids", np.arange(start, start + n)[None])
-        self._set("logits_positions", np.arange(n - last, n))
+        self._set("position_ids", np.arange(start, start + n, dtype=np.int64)[None])
+        self._set("logits_positions", np.arange(n - last, n, dtype=np.int64))
         self._request.start_async()
         self._request.wait()
         self._length = start + n

@@ -1,6 +1,7 @@
 """All programs read the same context length of a model, under any architecture's key."""
 
 import json
+import re
 
 import pytest
 
@@ -35,3 +36,10 @@ def test_unused_sliding_window_counts_as_none():
     assert sliding_window({"sliding_window": 16}) == 16
     assert sliding_window({"sliding_window": 16, "use_sliding_window": False}) == 0
     assert sliding_window({"text_config": {"sliding_window": 32}}) == 32
+
+
+@pytest.mark.parametrize(("content", "words"), [("{", "is not JSON (Expect"), ("[]", "does not hold a JSON object")])
+def test_unreadable_config_is_named(content, words, tmp_path):
+    (tmp_path / "config.json").write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path / 'config.json'} {words}")):
+        read_config(tmp_path)

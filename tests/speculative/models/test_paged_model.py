@@ -3,8 +3,10 @@
 import numpy as np
 import openvino as ov
 import pytest
+from openvino import opset13
 
 from speculative.models.paged_model import PagedModel, SequenceInput
+from speculative.models.stateful_model import StatefulModel
 from tests.support.tiny_llama import HEAD_DIM, HEADS, VOCABULARY, save_tiny_llama
 
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
@@ -28,6 +30,26 @@ def test_single_and_joint_forward_passes_can_alternate(backend):
         np.testing.assert_allclose(backend.run(0, one, 6), alone["one"], rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(backend.run(4, one[4:], 2), alone["one"][4:], rtol=1e-4, atol=1e-4)
     assert not np.allclose(alone["one"][-1], alone["other"][-1], atol=0.01)
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+def test_logits_of_16_bits_are_converted(kind, stateful, backend, tmp_path):
+    """Sums over a vocabulary need 32 bits, and numpy has no bf16."""
+    folder = save_tiny_llama(tmp_path / "main", seed=1)
+    graph = ov.Core().read_model(folder / "openvino_model.xml")
+    result = graph.get_results()[0]
+    logits = result.input_value(0)
+    logits.set_names(set())
+    converted = opset13.convert(logits, kind).output(0)
+    converted.set_names({"logits"})
+    result.input(0).replace_source_output(converted)
+    graph.validate_nodes_and_infer_types()
+    of_kind = StatefulModel(graph, "CPU", dict(EXACT), 64, 0) if stateful else PagedModel(graph, "CPU", dict(EXACT), 64)
+    tokens = np.arange(6) % VOCABULARY
+    found = of_kind.run(0, tokens, 6)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, backend.run(0, tokens, 6), rtol=0.02, atol=0.02)
 
 
 def test_joint_forward_passes_of_the_same_sizes_read_what_is_given(backend):
