@@ -75,7 +75,13 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="size of its vocabulary (default: 99.5 %% of texts, at most 8192)",
     )
-    add("--layers", type=int, nargs=3, metavar="N", help="layers whose hidden states it reads (default: 1, N/2-1, N-4)")
+    add(
+        "--layers",
+        type=int,
+        nargs=3,
+        metavar="N",
+        help="layers whose hidden states it reads (default: 1, N/2-1, N-4; below 10 layers 0, N/2, N-1)",
+    )
     add("--init-from", type=Path, metavar="HEAD", help="EAGLE-3 head to train further (OpenVINO IR folder)")
     add("--keep-layers", type=int, metavar="N", help="layers that a pruned draft keeps (default: a quarter)")
     add("--compare", action="append", default=[], metavar="DRAFT", help="also measure this draft; may be repeated")

@@ -156,8 +156,11 @@ def _scaled_positions(file: GgufFile) -> str:
     """The metadata or tensor that makes a model's rotary positions differ from the plain ones; "" if they are plain."""
     if "rope_freqs.weight" in file.tensors:
         return "rope_freqs.weight"
-    if file.get("rope.scaling.type", "none") != "none" and file.get("rope.scaling.factor", 0) != 1:
-        return f"rope.scaling.type {file.get('rope.scaling.type')}"
+    kind, factor = file.get("rope.scaling.type"), file.get("rope.scaling.factor", file.get("rope.scale_linear", 0))
+    if kind not in (None, "none") and factor != 1:
+        return f"rope.scaling.type {kind}"
+    if kind is None and factor not in (0, 1):  # llama.cpp: linear
+        return f"rope.scaling.factor {factor}"
     rotated = file.get("rope.dimension_count")
     head_dim = gguf_file.configs(file)[0].get("head_dim")
     return f"rope.dimension_count {rotated} of {head_dim}" if rotated not in (None, head_dim) else ""

@@ -7,6 +7,7 @@ these with `SamplingParams.resolve` when a request arrives; all lower layers use
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
 from pathlib import Path
 
 from openvino_genai import GenerationConfig, Tokenizer
@@ -75,6 +76,7 @@ class SamplingParams:
         _check_supported(config, grammars)
         max_new_tokens = _max_new_tokens(config, num_prompt_tokens, context_length)
         _check_ranges(config)
+        _check_extensions(seed, logit_bias or {})
         structure = config.structured_output_config
         eos = default_stop_token_ids if config.eos_token_id < 0 else {config.eos_token_id}
         all_stop_token_ids = frozenset({token for token in config.stop_token_ids if token >= 0} | eos)
@@ -142,7 +144,10 @@ def _check_supported(config: GenerationConfig, grammars: Grammars | None) -> Non
 def _max_new_tokens(config: GenerationConfig, num_prompt_tokens: int, context_length: int | None) -> int:
     """The most new tokens: the config's limit, or what is left of the context if that is less."""
     if context_length is not None and num_prompt_tokens >= context_length:
-        raise ValueError(f"the prompt has {num_prompt_tokens} tokens, but the context only fits {context_length - 1}")
+        raise ValueError(
+            f"the prompt has {num_prompt_tokens} tokens, but the context only fits {context_length - 1}: shorten it, "
+            "or raise the capacity if the model's context is longer"
+        )
     limit = config.max_new_tokens  # takes precedence over max_length, as in GenAI
     if limit == NEUTRAL.max_new_tokens:
         limit = config.max_length - num_prompt_tokens
@@ -166,6 +171,15 @@ def _check_ranges(config: GenerationConfig) -> None:
     ):
         if not valid:
             raise ValueError(f"{name} is {getattr(config, name):g}, but must be {range_}")
+
+
+def _check_extensions(seed: int | None, logit_bias: Mapping[int, float]) -> None:
+    """Raise ValueError for a seed or a bias that is none."""
+    if seed is not None and not (isinstance(seed, Integral) and seed >= 0):
+        raise ValueError(f"seed is {seed!r}, but must be a whole number from 0")
+    for token, bias in logit_bias.items():
+        if not (isinstance(token, Integral) and isinstance(bias, Real) and math.isfinite(bias)):
+            raise ValueError(f"logit_bias has {token!r}: {bias!r}, but maps token ids to finite numbers")
 
 
 def stop_ids_of(folder: str | Path, tokenizer: Tokenizer) -> frozenset[int]:

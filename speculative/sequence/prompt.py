@@ -30,7 +30,10 @@ def encode(
             prompt = [{"role": "user", "content": prompt}]
         text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True)
         return encode_text(text, tokenizer, add_special_tokens=False)
-    ids = np.asarray(prompt, None if len(prompt) else np.int64)
+    try:
+        ids = np.asarray(prompt, None if len(prompt) else np.int64)
+    except ValueError:  # lists of different lengths
+        ids = np.zeros(0)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ValueError(f"a prompt is text, a chat history or a flat list of token ids, not {str(prompt)[:50]}")
     return ids.astype(np.int64)

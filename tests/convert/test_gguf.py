@@ -286,6 +286,7 @@ def test_single_wrong_byte_is_read_or_rejected(written, tmp_path):
         ({"architecture": "gemma3"}, "has the architecture 'gemma3', but GenAI's reader knows llama, qwen2, qwen3"),
         ({"metadata": {"llama.expert_count": 8}}, "is a mixture of experts"),
         ({"metadata": {"llama.rope.scaling.type": "yarn"}}, "(rope.scaling.type yarn) that GenAI's reader ignores"),
+        ({"metadata": {"llama.rope.scale_linear": 4.0}}, "(rope.scaling.factor 4.0) that GenAI's reader ignores"),
         ({"tensors": {"rope_freqs.weight": np.ones(8, np.float32)}}, "(rope_freqs.weight) that GenAI's reader ignores"),
         ({"tensors": {"blk.0.attn_q.bias": np.ones(64, np.float32)}}, "has blk.0.attn_q.bias, whose values GenAI's"),
         ({"metadata": {"llama.rope.dimension_count": 8}}, "rope.dimension_count 8 of 16"),

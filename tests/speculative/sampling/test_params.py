@@ -106,8 +106,8 @@ def test_max_new_tokens_overrides_max_length_within_the_context(
 @pytest.mark.parametrize(
     ("config", "num_prompt_tokens", "words"),
     [
-        ({}, 10, "^the prompt has 10 tokens, but the context only fits 9$"),
-        (dict(max_new_tokens=5), 11, "^the prompt has 11 tokens, but the context only fits 9$"),
+        ({}, 10, "^the prompt has 10 tokens, but the context only fits 9: shorten it, or"),
+        (dict(max_new_tokens=5), 11, "^the prompt has 11 tokens, but the context only fits 9: shorten it, or"),
         (dict(max_length=3), 3, "^the prompt has 3 tokens and max_length is 3, which leaves no room for new tokens: "),
         (dict(max_length=3), 5, "^the prompt has 5 tokens and max_length is 3, which leaves no room for new tokens: "),
     ],
@@ -214,3 +214,17 @@ def test_values_at_range_limits_are_accepted():
     resolve(dict(assistant_confidence_threshold=1.0))
     for penalty in (-2, 2):
         resolve(dict(do_sample=True, presence_penalty=penalty, frequency_penalty=penalty))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"seed": -1}, "seed is -1, but must be a whole number from 0"),
+        ({"seed": 1.5}, "seed is 1.5, but must be a whole number from 0"),
+        ({"logit_bias": {"5": 1.0}}, "logit_bias has '5': 1.0, but maps token ids to finite numbers"),
+        ({"logit_bias": {5: float("nan")}}, "logit_bias has 5: nan, but maps token ids to finite numbers"),
+    ],
+)
+def test_invalid_seed_or_bias_is_named(given, words):
+    with pytest.raises(ValueError, match=f"^{words}$"):
+        SamplingParams.resolve(GenerationConfig(max_new_tokens=4), **given)
