@@ -30,6 +30,7 @@ from speculative.pair.model_info import (
     ir_facts,
     is_checkpoint,
     is_ir,
+    read_graph,
     require_ir,
     tokenizer_facts,
 )
@@ -109,6 +110,7 @@ def _check_head(main: Path, draft: Path) -> PairCheck:
     try:
         facts = ir_facts(main)
         require_ir(draft, standalone=False)
+        read_graph(draft)
     except UnusableFolder as error:
         return PairCheck([Finding("error", "files", str(error))], None)
     findings = [Finding("ok", "files", "both folders are complete and readable OpenVINO IR")]

@@ -25,7 +25,7 @@ from speculative.pair import weights
 from speculative.pair.check import ALPHA, Finding
 from speculative.pair.devices import MAIN_MEMORY, DeviceFacts, Memory
 from speculative.pair.draft_limits import genai_limit, native_limit
-from speculative.pair.model_info import ModelFacts, config_facts, require_ir
+from speculative.pair.model_info import ModelFacts, config_facts, read_graph, require_ir
 from speculative.pair.weights import Weights
 from speculative.sequence import metrics
 
@@ -97,7 +97,7 @@ def check_rollback(main: Path, draft: Path, device: str, draft_device: str) -> I
 
 def _read(role: str, folder: Path, device: str, core: ov.Core) -> PairMember:
     require_ir(folder, standalone=role == "main")
-    model = core.read_model(folder / "openvino_model.xml")
+    model = read_graph(folder)
     cache: KvCache | str
     try:
         cache = kv_cache.read(model)

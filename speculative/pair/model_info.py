@@ -96,12 +96,7 @@ def weight_bytes(folder: Path) -> int:
 def ir_facts(folder: Path) -> ModelFacts:
     """Read an OpenVINO IR folder. Raises UnusableFolder if a part is missing, truncated or corrupt."""
     require_ir(folder)
-    try:
-        model = ov.Core().read_model(folder / "openvino_model.xml")
-    except RuntimeError as error:
-        raise DamagedFolder(
-            f"{folder}/openvino_model.xml or .bin is corrupt or truncated ({_cause(error)}); export or copy it again"
-        ) from error
+    model = read_graph(folder)
     if "logits" not in {name for output in model.outputs for name in output.names}:
         raise UnusableFolder(f"{folder}/openvino_model.xml has no output 'logits', so it is not a language model")
     facts = tokenizer_facts(folder)
@@ -111,6 +106,16 @@ def ir_facts(folder: Path) -> ModelFacts:
         facts.rules = _tokenizer_rules(_read_json(folder / "tokenizer.json"))
     _read_config(facts)
     return facts
+
+
+def read_graph(folder: Path) -> ov.Model:
+    """Read the graph of an IR folder. Raises DamagedFolder."""
+    try:
+        return ov.Core().read_model(folder / "openvino_model.xml")
+    except RuntimeError as error:
+        raise DamagedFolder(
+            f"{folder}/openvino_model.xml or .bin is corrupt or truncated ({_cause(error)}); export or copy it again"
+        ) from error
 
 
 def tokenizer_facts(folder: Path) -> ModelFacts:

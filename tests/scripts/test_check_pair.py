@@ -170,6 +170,15 @@ def test_hidden_state_drafts_are_recognised(run_here, copy, mark, sentence):
     assert process.returncode == 1 and sentence in finding["message"]
 
 
+def test_head_that_openvino_cannot_read_is_one_error(run_here, tmp_path):
+    head = shutil.copytree(MAIN.parent / "eagle3", tmp_path / "head")
+    xml = head / "openvino_model.xml"
+    xml.write_text(xml.read_text(encoding="utf-8").replace('type="MatMul"', 'type="Unknown"'), encoding="utf-8")
+    process = run_here(PROGRAM, MAIN, head, "--json")
+    [message] = [found["message"] for found in result_of(process)["findings"] if found["level"] == "error"]
+    assert process.returncode == 1 and "is corrupt or truncated" in message and "Unknown" in message
+
+
 @pytest.mark.parametrize("device", [name for name in ("GPU", "NPU", "GPX", "CPU.7") if name not in HERE])
 def test_absent_device_is_an_error_with_reason(device):
     findings = check_fit(MAIN, DRAFT, "CPU", f"AUTO:{device},CPU")
