@@ -345,8 +345,9 @@ def _compare_context_lengths(main: ModelFacts, draft: ModelFacts) -> Iterator[Fi
         return
     if draft.context_length < main.context_length:
         message = (
-            f"the draft has {draft.context_length:,} tokens and the main model {main.context_length:,}; keep prompt "
-            f"and answer together below {draft.context_length:,}, or the draft fails or is rejected beyond"
+            f"the draft has {draft.context_length:,} tokens and the main model {main.context_length:,}; beyond "
+            f"{draft.context_length:,}, prompt included, this project's engine drafts nothing, and in GenAI's pipeline "
+            "the draft fails or is rejected"
         )
         yield Finding("warning", "context length", message)
     else:
