@@ -105,7 +105,7 @@ def interval(counts: np.ndarray, seconds: np.ndarray) -> list[float] | None:
     timed = (seconds > 0).all(axis=0)
     counts, seconds = counts[:, timed], seconds[:, timed]
     n = counts.shape[1]
-    if n < 2:
+    if n < 2 or not counts.sum(-1).all():
         return None
     shares = n * (counts / counts.sum(-1, keepdims=True) - seconds / seconds.sum(-1, keepdims=True))
     error = float(np.std(shares[0] - shares[1], ddof=1)) / math.sqrt(n)  # of the ratio's logarithm

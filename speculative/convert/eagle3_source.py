@@ -81,7 +81,7 @@ def head_config(head: Source) -> dict:
     if unsupported := [key for key in UNSUPPORTED if config_read.get(key) or nested.get(key)]:
         raise ConvertError(f"{head.name} has {unsupported[0]}, which optimum-cli ignores; use a head without it")
     rotary = config.get("rope_parameters") or {}  # transformers 5
-    if "rope_theta" not in config and (theta := rope_theta(config)):
+    if not config.get("rope_theta") and (theta := rope_theta(config)):
         config = {**config, "rope_theta": theta}
         if rotary.get("rope_type", "default") != "default":
             config["rope_scaling"] = {key: value for key, value in rotary.items() if key != "rope_theta"}
@@ -150,9 +150,10 @@ def _layers(head: Source, main: Source, count: int | None) -> list[int]:
             "add eagle_config with eagle_aux_hidden_state_layer_ids (three layer numbers) to its config.json"
         )
     if layers and (len(layers) != 3 or min(layers) < 0):
+        embeddings = "; -1: the embeddings" if min(layers) < 0 else ""
         raise ConvertError(
-            f"{head.name} reads {len(layers)} layers ({', '.join(map(str, layers))}; -1: the embeddings), but only "
-            "heads that read the outputs of three layers are supported; use another head"
+            f"{head.name} reads {len(layers)} layers ({', '.join(map(str, layers))}{embeddings}), but only heads that "
+            "read the outputs of three layers are supported; use another head"
         )
     if layers and count and max(layers) >= count:
         raise ConvertError(

@@ -271,7 +271,7 @@ def named_link(source: Source, folder: Path) -> Path:
 
 def content_hash(folder: Path, only: Path | None = None, skip: Path | None = None, subfolders: bool = True) -> str:
     """SHA-256 of the files of a local source, or of one of them, to detect changes between runs. Files in the folder
-    `skip` do not count, nor do those in `subfolders` unless wanted."""
+    `skip` do not count, nor do those in subfolders without `subfolders`."""
     digest = hashlib.sha256()
     for path in [only] if only else _files(folder):
         if path.parent != folder and not only and not subfolders:

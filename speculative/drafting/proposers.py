@@ -37,7 +37,7 @@ class DraftModelProposer:
     `vocab_size` is the main model's number of logits. Models of one family may pad the vocabulary differently: extra
     logits are cut, missing ones get probability 0. A draft with another tokenizer needs a `retokenizer` and proposes
     tokens that both vocabularies have. Proposes nothing beyond the draft's context length, nor after a token that it
-    cannot read, nor where the grammar allows no token that the draft has.
+    cannot read, nor where the grammar allows no token that the draft has, nor where its logits are not finite.
     """
 
     def __init__(self, model: CachedModel | EagleHead | Slot, vocab_size: int, retokenizer: Retokenizer | None = None):

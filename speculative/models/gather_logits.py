@@ -17,7 +17,7 @@ def keep_logits_at(model: ov.Model, axis: int) -> None:
     Raises ValueError if no LM head is found.
     """
     result = head = model.get_results()[0]
-    if (logits := result.input_value(0)).get_element_type() != ov.Type.f32:  # numbers of 16 bits
+    if (logits := result.input_value(0)).get_element_type() != ov.Type.f32:  # of 16 bits, for one
         names, converted = logits.get_names(), opset13.convert(logits, "f32").output(0)
         logits.set_names(set())
         converted.set_names(names)

@@ -178,8 +178,8 @@ def _check_extensions(seed: int | None, logit_bias: Mapping[int, float]) -> None
     if seed is not None and not (isinstance(seed, Integral) and seed >= 0):
         raise ValueError(f"seed is {seed!r}, but must be a whole number from 0")
     for token, bias in logit_bias.items():
-        if not (isinstance(token, Integral) and isinstance(bias, Real) and math.isfinite(bias)):
-            raise ValueError(f"logit_bias has {token!r}: {bias!r}, but maps token ids to finite numbers")
+        if not (isinstance(token, Integral) and isinstance(bias, Real) and bias < math.inf):  # nor NaN
+            raise ValueError(f"logit_bias has {token!r}: {bias!r}, but maps token ids to numbers, or -inf to ban them")
 
 
 def stop_ids_of(folder: str | Path, tokenizer: Tokenizer) -> frozenset[int]:

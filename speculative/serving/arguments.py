@@ -36,7 +36,7 @@ _above_zero = decimal(lambda value: 0 < value < 1e6, "above 0")
 
 def parse(description: str, arguments: Sequence[str] | None = None, elsewhere: bool = False) -> Settings:
     """Parse and check the arguments, by default those of this program. With `elsewhere`, replicas may run on other
-    machines, as with --address: they check the devices."""
+    machines, as with --address: whether these have the devices shows when they load the models."""
     parser = build_parser(description)
     args = parser.parse_args(arguments)
     if args.recommended:  # except its draft length, which is tuned for a single text; batches need less
@@ -227,10 +227,10 @@ def _pair(args: argparse.Namespace) -> Pair:
     folder = args.main.resolve()
 
     def spec(folder: Path, device: str, properties: dict) -> ModelSpec:
-        runs_on_cpu = not {"GPU", "NPU"} & set(re.findall(r"[A-Z]+", device))
+        uses_cpu = re.split("[.:]", device)[0] not in ("GPU", "NPU")
         # unpinned: else the replicas of a machine, which are processes, all compute on its first cores
         threads = {"INFERENCE_NUM_THREADS": args.num_cpus, "ENABLE_CPU_PINNING": "NO"}
-        return ModelSpec(folder, device, {**(threads if args.num_cpus and runs_on_cpu else {}), **properties})
+        return ModelSpec(folder, device, {**(threads if args.num_cpus and uses_cpu else {}), **properties})
 
     return Pair(
         name=args.model_name or (folder.parent.name if folder.name == "main" else folder.name),

@@ -133,8 +133,12 @@ def test_layers_come_from_config_or_published_defaults(config, layers, checkpoin
         ("other", {}, "was trained for hidden states of size 32, but .* has 64: it is the head of another model"),
         ("main", {"vocab_size": 500}, "was trained for a vocabulary of 500, but .* has 384: it is the head of another"),
         ("main", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 9, 20]}}, "of layers 1, 9, 20, .* 0 to 7"),
-        ("main", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 5, 6]}}, "reads 4 layers .*2, 4, 5, 6"),
-        ("main", {"eagle_aux_hidden_state_layer_ids": [0, 4, 5]}, "-1, 3, 4; -1: the embeddings"),
+        (
+            "main",
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 5, 6]}},
+            r"reads 4 layers \(2, 4, 5, 6\)",
+        ),
+        ("main", {"eagle_aux_hidden_state_layer_ids": [0, 4, 5]}, r"\(-1, 3, 4; -1: the embeddings\)"),
         ("main", {"eagle_config": {"norm_before_fc": True}}, "has norm_before_fc, which optimum-cli ignores"),
         ("main", {"norm_before_residual": True}, "has norm_before_residual, which optimum-cli ignores"),
         ("main", {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "of the architecture Eagle3DeepseekV2ForCausalLM"),
@@ -150,6 +154,11 @@ def test_mismatched_head_is_rejected_before_export(main, config, words, checkpoi
     assert len(error.splitlines()) == 1
     assert re.search(words, error), error
     assert not (tmp_path / "pair").exists()
+
+
+def test_rope_theta_is_read_where_transformers_5_writes_it(checkpoints, tmp_path):
+    head = changed(checkpoints, tmp_path / "head", rope_theta=None, rope_parameters={"rope_theta": 5e5})
+    assert eagle3_source.head_config(open_source(str(head), None))["rope_theta"] == 5e5
 
 
 @pytest.mark.parametrize(

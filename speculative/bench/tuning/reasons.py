@@ -19,7 +19,7 @@ MEMORY_BOUND = 1.25  # verify ratio up to which a forward pass is limited by rea
 HARDLY = 0.5  # draft tokens per forward pass below which a setting's acceptance rate says little
 FEW = 0.2  # accepted share of draft tokens below which acceptance is the reason for no gain
 UNLIKELY = 1.15  # gain / block efficiency beyond what engine differences explain
-FEW_TEXTS = 4  # below this number of texts, the gain on others may differ much
+FEW_TEXTS = 4  # below this number of prompts, the gain on others may differ much
 
 
 def gains(tuning: Session, measured: list[Figures], choice: TuningChoice, is_remeasured: bool) -> list[str]:
@@ -45,10 +45,12 @@ def gains(tuning: Session, measured: list[Figures], choice: TuningChoice, is_rem
             f"Speedup over samples/{defaults}: {_times(best.over(sample))}{_in_steps(by_setting, sample, best)}."
         )
     tau = tokens_each(tuning, best)
-    if statistics.median(best.over(best_alone)) > UNLIKELY * tau:
+    gain = statistics.median(best.over(best_alone))
+    if gain > UNLIKELY * tau:
         lines.append(
-            f"That is more than {tau:.1f} tokens per main-model forward pass can explain: the machine's speed changed "
-            "during the measurement. Tune again when it is idle, or with more --minutes."
+            f"A speedup of {gain:.2f}x over the fastest method without {_draft_source(tuning)} is more than {tau:.1f} "
+            "tokens per main-model forward pass can explain: the machine's speed changed during the measurement. Tune "
+            "again when it is idle, or with more --minutes."
         )
     return lines
 
@@ -150,12 +152,12 @@ def _times(ratios: list[float]) -> str:
 
 
 def _rounds(tuning: Session, one: Figures, is_remeasured: bool) -> str:
-    """How many rounds and texts were measured, and whether before or after the choice."""
+    """How many rounds and different prompts were measured, and whether before or after the choice."""
     rounds, contest = len(one.speedups), contest_of(tuning, one.setting)
-    texts = len(contest.methods[one.setting].runs()) if contest else 1
-    measured = f"{counted(texts, 'text')} in {counted(rounds, 'round')}"
-    if texts < FEW_TEXTS:
-        measured += ", too few to rely on: give more --minutes"
+    texts = len({prompt.tobytes() for prompt in contest.prompts}) if contest else 1
+    measured = f"{counted(texts, 'prompt')} in {counted(rounds, 'round')}"
+    if texts < FEW_TEXTS or rounds == 1:
+        measured += ", too few to rely on: give more --minutes, or more --prompts"
     when = "measured after the choice" if is_remeasured else "the rounds that decided the choice, which overestimate it"
     return f" ({measured}; {when})"
 
@@ -193,12 +195,13 @@ def _copied(tuning: Session, one: Figures) -> str:
 
 def _combined(tuning: Session, one: Figures) -> str:
     """How much a draft and suffix decoding draft together, how much of that is accepted, and what both cost."""
-    measured: Costs = tuning.costs[one.setting.models, one.setting.draft]
-    costs = (
-        f"a draft step costs {measured.draft / measured.main[1]:.2f} of a main-model step, a copied token nothing, and "
-        f"verifying two tokens {measured.main[2] / measured.main[1]:.2f} of one"
-    )
-    contest = contest_of(tuning, one.setting)
+    measured, contest = tuning.costs.get((one.setting.models, one.setting.draft)), contest_of(tuning, one.setting)
+    costs = "their costs could not be measured"
+    if measured:
+        costs = (
+            f"a draft step costs {measured.draft / measured.main[1]:.2f} of a main-model step, a copied token nothing, "
+            f"and verifying two tokens {measured.main[2] / measured.main[1]:.2f} of one"
+        )
     if not contest:
         return costs
     row = harness.row(contest.methods[one.setting], contest.methods[tuning.baseline])

@@ -163,7 +163,8 @@ class _Stages:
         self.texts.close()
         held_out = len(self.texts.held_out)
         lengths = [len(text.prompt) + len(text.answer) for text in self.texts.texts]
-        cut = sum(length >= self.longest for length in lengths) / len(lengths)
+        # minus 1: online, a token before the model's own texts is not kept
+        cut = sum(length >= self.longest - 1 for length in lengths) / len(lengths)
         advice = "; give a greater --length if answers are longer" if cut > MANY_CUT else ""
         print(
             f"texts: {len(self.texts.texts):,}, {self.texts.token_count:,} tokens, {held_out} of the texts held out, "

@@ -82,8 +82,8 @@ def judge(
     for prompt, category in prompts:
         if categories and time.monotonic() > end:
             break
+        order = [*order[1:], order[0]]
         for mode, options in MODES.items():
-            order = [*order[1:], order[0]]
             for method, (decoder, length) in order:
                 config = GenerationConfig(max_new_tokens=min(NEW_TOKENS, longest - len(prompt)), **options, **length)
                 runs[mode][method].results.append(decoder.generate(prompt, config))
