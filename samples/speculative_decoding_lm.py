@@ -43,7 +43,8 @@ def main():
         parser.error(f"the tokenizers of {args.main} and {args.draft} differ: use a draft with the same tokenizer.")
     draft = openvino_genai.draft_model(args.draft, args.draft_device, **dict(args.draft_property))
     pipe = openvino_genai.LLMPipeline(args.main, args.device, draft_model=draft, **dict(args.property))
-    config = openvino_genai.GenerationConfig(num_assistant_tokens=k, max_new_tokens=args.max_new_tokens)  # greedy
+    config = openvino_genai.GenerationConfig(num_assistant_tokens=k)  # greedy, whatever generation_config.json says
+    config.max_new_tokens = args.max_new_tokens
     result = pipe.generate([args.prompt], config, lambda text: print(text, end="", flush=True))
     perf, drafting = result.perf_metrics, result.extended_perf_metrics
     tokens, speed = perf.get_num_generated_tokens(), max(perf.get_throughput().mean, 0)  # -1000 for a single token

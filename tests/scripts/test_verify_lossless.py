@@ -357,7 +357,7 @@ def test_engine_slightly_beyond_detectable_distance_is_found(tiny, monkeypatch):
     prompt, draws, alpha = np.arange(40, 50), 400, 1e-4
     config = GenerationConfig(do_sample=True, top_k=4, max_new_tokens=5, ignore_eos=True, num_assistant_tokens=2)
     next_token = lossless_check.main_alone(main, prompt, SamplingParams.resolve(config))
-    cells, first = exact_joint(next_token, 2), next_token(())
+    cells, first = exact_joint(next_token, 2), np.asarray(next_token(()))
     stated = lossless_check.detectable_total_variation(cells, draws, alpha)
     decoder = Decoder(main, SuffixProposer(main.vocab_size))
     assert compare(draws_of(decoder, prompt, config, draws, 1), cells).p_value > alpha
