@@ -28,9 +28,8 @@ def main():
     parser.add_argument("-k", "--num-assistant-tokens", type=int, default=5, metavar="K", help="(default: 5)")
     parser.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help="(default: 100)")
     args = parser.parse_args()
-    needed = [(args.main, "model"), (args.draft, "model"), (args.main, "tokenizer")]
-    if missing := [f"{x} has no openvino_{y}.xml" for x, y in needed if not Path(x, f"openvino_{y}.xml").is_file()]:
-        parser.error(f"{missing[0]}: convert it first, with convert/export_pair.py.")
+    for file in [f"{x}/openvino_model.xml" for x in (args.main, args.draft)] + [f"{args.main}/openvino_tokenizer.xml"]:
+        Path(file).is_file() or parser.error(f"there is no {file}: convert the models, with convert/export_pair.py.")
     if args.prompt == "-":
         args.prompt = sys.stdin.buffer.read().decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n")
     if not (1 <= (k := args.num_assistant_tokens) <= 64 and args.prompt.encode() and 0 < args.max_new_tokens < 2**31):
