@@ -9,6 +9,7 @@ from pathlib import Path
 
 from speculative.cli.progress import tqdm
 from speculative.convert.errors import ConvertError
+from speculative.convert.source import ir_files
 from speculative.convert.work_folder import replacement
 
 PIECE = 1 << 22  # bytes copied at a time
@@ -41,15 +42,13 @@ def new_repository(target: Path, overwrite: bool) -> Iterator[Path]:
 
 
 def place_model(source: Path, target: Path, copy: bool) -> str:
-    """Put the files of a model folder into `target`: small files are copied, weights (.bin) hard-linked or copied. Its
-    subfolders, such as a training's state, are left out.
+    """Put the `ir_files` of a model into `target`: small files are copied, weights (.bin) hard-linked or copied.
 
     Returns why weights were copied although `copy` is False (another disk, for example), or "".
     """
-    files = [path for path in sorted(source.iterdir()) if path.is_file() and not path.name.startswith(".")]
     target.mkdir(parents=True)
     reason, large = "", []
-    for path in files:
+    for path in ir_files(source):
         target_path = target / path.name
         if path.suffix != ".bin":
             shutil.copyfile(path, target_path)

@@ -273,9 +273,7 @@ def content_hash(folder: Path, only: Path | None = None, skip: Path | None = Non
     """SHA-256 of the files of a local source, or of one of them, to detect changes between runs. Files in the folder
     `skip` do not count, nor do those in subfolders without `subfolders`."""
     digest = hashlib.sha256()
-    for path in [only] if only else _files(folder):
-        if path.parent != folder and not only and not subfolders:
-            continue
+    for path in [only] if only else _files(folder, subfolders):
         if skip and path.resolve().is_relative_to(skip.resolve()):
             continue
         digest.update(f"{path.relative_to(folder).as_posix()}\0{path.stat().st_size}\0".encode())
@@ -285,18 +283,22 @@ def content_hash(folder: Path, only: Path | None = None, skip: Path | None = Non
     return "sha256:" + digest.hexdigest()
 
 
+def ir_files(folder: Path) -> list[Path]:
+    """The files of a model's IR folder: neither hidden ones, nor those in subfolders, which are no part of the model,
+    such as a training's state."""
+    return [path for path in sorted(folder.iterdir()) if path.is_file() and not path.name.startswith(".")]
+
+
 def copy_ir(source: Source, target: Path) -> None:
-    """Copy an IR folder's files, following the links of the hub cache; skips hidden files, and subfolders, which are no
-    part of the model: a training's state, for one."""
+    """Copy the `ir_files`, following the links of the hub cache."""
     try:
         target.mkdir(parents=True)
-        for path in sorted(source.folder.iterdir()):
-            if path.is_file() and not path.name.startswith("."):
-                shutil.copy2(path, target)
+        for path in ir_files(source.folder):
+            shutil.copy2(path, target)
     except OSError as error:
-        reason = error.strerror
         raise ConvertError(
-            f"{source.name} could not be copied ({reason}); make room, check the disk, or choose another OUT_DIR"
+            f"{source.name} could not be copied ({error.strerror}); make room, check the disk, or choose another "
+            "OUT_DIR"
         ) from error
 
 
@@ -337,7 +339,7 @@ def _tensor_sizes(path: Path) -> list[int]:
     return sizes
 
 
-def _files(folder: Path) -> Iterator[Path]:
+def _files(folder: Path, subfolders: bool) -> Iterator[Path]:
     for directory, subdirectories, names in os.walk(folder):
-        subdirectories[:] = sorted(name for name in subdirectories if not name.startswith("."))
+        subdirectories[:] = sorted(name for name in subdirectories if subfolders and not name.startswith("."))
         yield from (Path(directory, name) for name in sorted(names) if Path(name).suffix in READ_BY_EXPORT)

@@ -123,7 +123,7 @@ def residual(p: Probabilities, q: Probabilities) -> Probabilities:
     if isinstance(p, OneHot):  # p exceeds q at that token only
         return p
     excess = _excess(p, q)
-    values = excess.probabilities if isinstance(excess, Sparse) else excess
+    values = _values(excess)
     total = values.sum()
     if not total > 0:
         return p
@@ -131,11 +131,11 @@ def residual(p: Probabilities, q: Probabilities) -> Probabilities:
     return excess
 
 
-def _excess(p: np.ndarray | Sparse, q: Probabilities, weight: float = 1.0) -> np.ndarray | Sparse:
+def _excess(p: Probabilities, q: Probabilities, weight: float = 1.0) -> np.ndarray | Sparse:
     """max(0, weight * p - q) [V], a new array."""
     if isinstance(p, Sparse):
         return Sparse(p.tokens, np.maximum(p.probabilities * weight - _at(q, p.tokens), 0), p.size)
-    p = p * weight
+    p = np.asarray(p) * weight
     if isinstance(q, OneHot):
         p[q.token] = max(p[q.token] - 1, 0)
     elif isinstance(q, Sparse):
@@ -144,6 +144,11 @@ def _excess(p: np.ndarray | Sparse, q: Probabilities, weight: float = 1.0) -> np
         p -= q
         np.maximum(p, 0, out=p)
     return p
+
+
+def _values(excess: np.ndarray | Sparse) -> np.ndarray:
+    """The numbers of which some exceed 0, as a view."""
+    return excess.probabilities if isinstance(excess, Sparse) else excess
 
 
 def _at(q: Probabilities, tokens: np.ndarray) -> np.ndarray:
@@ -214,9 +219,8 @@ def verify_block(
     while weights[i] < 1:  # the longest first; weights[0] is 1
         number = random.random()
         if number < weights[i]:  # otherwise rejected, whatever the sum is
-            row = rows[i]
-            excess = _excess(np.asarray(row) if isinstance(row, OneHot) else row, q[i], weights[i])
-            total = float((excess.probabilities if isinstance(excess, Sparse) else excess).sum())
+            excess = _excess(rows[i], q[i], weights[i])
+            total = float(_values(excess).sum())
             if number * (total + 1 - weights[i]) < total:
                 return Acceptance(i, draw(excess, random))
         i -= 1

@@ -181,34 +181,32 @@ def _copied(tuning: Session, one: Figures) -> str:
     """How much suffix decoding drafts, how much of that is accepted, and what verification costs."""
     seconds = tuning.costs[tuning.default, None].main
     costs = f"verifying two tokens costs {seconds[2] / seconds[1]:.2f} of a main-model step"
-    contest = contest_of(tuning, one.setting)
-    if not contest:
-        return costs
-    row = harness.row(contest.methods[one.setting], contest.methods[tuning.baseline])
-    if row["acceptance_rate"] is None:
-        return f"it found nothing worth copying; {costs}"
-    return (
-        f"it copies {row['mean_draft_length']:.2f} tokens per main-model forward pass, of which "
-        f"{row['acceptance_rate']:.0%} are accepted, so a pass yields {row['block_efficiency']:.2f} tokens; {costs}"
-    )
+    return _drafting(tuning, one, "it copies", "it found nothing worth copying", costs)
 
 
 def _combined(tuning: Session, one: Figures) -> str:
     """How much a draft and suffix decoding draft together, how much of that is accepted, and what both cost."""
-    measured, contest = tuning.costs.get((one.setting.models, one.setting.draft)), contest_of(tuning, one.setting)
+    measured = tuning.costs.get((one.setting.models, one.setting.draft))
     costs = "their costs could not be measured"
     if measured:
         costs = (
             f"a draft step costs {measured.draft / measured.main[1]:.2f} of a main-model step, a copied token nothing, "
             f"and verifying two tokens {measured.main[2] / measured.main[1]:.2f} of one"
         )
+    return _drafting(tuning, one, "draft and suffix decoding draft", "nothing was drafted", costs)
+
+
+def _drafting(tuning: Session, one: Figures, drafts: str, nothing: str, costs: str) -> str:
+    """How many tokens a setting `drafts` and how many are accepted, or `nothing`, and the `costs`; these alone if it
+    was not in a contest."""
+    contest = contest_of(tuning, one.setting)
     if not contest:
         return costs
     row = harness.row(contest.methods[one.setting], contest.methods[tuning.baseline])
     if row["acceptance_rate"] is None:
-        return f"nothing was drafted; {costs}"
+        return f"{nothing}; {costs}"
     return (
-        f"draft and suffix decoding draft {row['mean_draft_length']:.2f} tokens per main-model forward pass, of which "
+        f"{drafts} {row['mean_draft_length']:.2f} tokens per main-model forward pass, of which "
         f"{row['acceptance_rate']:.0%} are accepted, so a pass yields {row['block_efficiency']:.2f} tokens; {costs}"
     )
 

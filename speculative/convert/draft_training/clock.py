@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +13,22 @@ PAUSE = 20  # times as long as a save or an evaluation takes, until the next one
 ENDS = {"texts": 0.25, "states": 0.42, "training": 0.9}  # the share of the budget at which each stage ends
 
 
+class Interval:
+    """Runs a job every so many seconds, or less often, if that took more than 1 / PAUSE of the time."""
+
+    def __init__(self, seconds: float):
+        self._least = self._pause = seconds
+        self._ended = time.monotonic()
+
+    def run(self, job: Callable[[], object]) -> None:
+        """Run `job` if it is due."""
+        begin = time.monotonic()
+        if begin - self._ended > self._pause:
+            job()
+            self._ended = time.monotonic()
+            self._pause = max(self._least, PAUSE * (self._ended - begin))
+
+
 class Clock:
     """Seconds spent in each stage, kept in a file; time that a stage leaves over goes to the next ones."""
 
@@ -21,13 +37,13 @@ class Clock:
         self.seconds = minutes * 60  # of all stages
         self.spent: dict[str, float] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         self._stage: str | None = None
-        self._mark = self._saved = 0.0
+        self._mark = 0.0
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Within the block, time counts for the stage `name`, also if it ends with an error."""
-        self._stage = name
-        self._mark = self._saved = time.monotonic()
+        self._stage, self._mark = name, time.monotonic()
+        self._saves = Interval(SAVE_EVERY)
         try:
             yield
         finally:
@@ -45,14 +61,13 @@ class Clock:
     def remaining(self, name: str) -> float:
         """Seconds that the stage may still take; 0 if its time is up."""
         self.tick()
-        if self._stage and self._mark - self._saved > SAVE_EVERY:
-            self._save()
+        if self._stage:
+            self._saves.run(self._save)
         earlier = sum(self.spent.get(stage, 0.0) for stage, end in ENDS.items() if end <= ENDS[name])
         return max(0.0, ENDS[name] * self.seconds - earlier)
 
     def _save(self) -> None:
         atomic_write(self._file, json.dumps(self.spent, indent=1))
-        self._saved = self._mark
 
     @property
     def verdict_seconds(self) -> float:

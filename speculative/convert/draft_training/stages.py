@@ -13,7 +13,7 @@ from speculative.atomic_write import atomic_write
 from speculative.cli.progress import tqdm
 from speculative.convert.draft_training import beginnings, model_card, verdict
 from speculative.convert.draft_training.beginnings import Prompt
-from speculative.convert.draft_training.clock import PAUSE, Clock
+from speculative.convert.draft_training.clock import Clock, Interval
 from speculative.convert.draft_training.draft_folder import DraftFolder
 from speculative.convert.draft_training.eagle3 import Eagle3
 from speculative.convert.draft_training.kind import Kind
@@ -203,17 +203,15 @@ class _Stages:
         remaining = self.clock.remaining("training")
         seconds = remaining + self.clock.spent.get("training", 0.0)
         bar = tqdm(total=round(seconds), unit="s", desc="training", mininterval=1)
-        evaluated, pause = remaining, EVALUATE_EVERY
+        evaluations = Interval(EVALUATE_EVERY)
 
         def progress(loss: float) -> None:
-            nonlocal evaluated, pause
-            now = self.clock.remaining("training")
-            bar.n = bar.total - round(now)
-            if evaluated - now > pause:
+            def evaluate() -> None:
                 agreement = training.evaluate(held_out).agreement
-                evaluated = self.clock.remaining("training")
-                pause = max(EVALUATE_EVERY, PAUSE * (now - evaluated))
                 bar.set_postfix(steps=training.steps, loss=f"{loss:.2f}", agreement=_shares(agreement), refresh=False)
+
+            bar.n = bar.total - round(self.clock.remaining("training"))
+            evaluations.run(evaluate)
             bar.update(0)
 
         try:

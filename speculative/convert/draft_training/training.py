@@ -5,7 +5,6 @@ temperature 1: the more is accepted already, the larger its weight (LK losses, a
 """
 
 import math
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from speculative.convert.draft_training.clock import PAUSE
+from speculative.convert.draft_training.clock import Interval
 from speculative.convert.draft_training.state_file import TextStates
 
 STEP_WEIGHT = 0.8  # of each against the one before, as in EAGLE
@@ -179,15 +178,12 @@ class Training(ABC):
         Calls `progress` with the loss of each step. The state is saved every minute, or less often if that takes long,
         and at the end, also by Ctrl-C."""
         batches = self._batches(texts)
-        saved, pause = time.monotonic(), SAVE_EVERY
+        saves = Interval(SAVE_EVERY)
         try:
             while (remaining := seconds_left()) > 0 or not self.is_enough:
                 share = min(1 - remaining / seconds, self.steps / MIN_STEPS)
                 progress(self._step(next(batches), share))
-                if (begin := time.monotonic()) - saved > pause:
-                    self.save()
-                    saved = time.monotonic()
-                    pause = max(SAVE_EVERY, PAUSE * (saved - begin))
+                saves.run(self.save)
         finally:
             self.save()
 

@@ -147,16 +147,17 @@ def encoded(prompts: list[Prompt], tokenizer: openvino_genai.Tokenizer, longest:
     """The token ids of the different prompts that leave room for an answer in a text of `longest` tokens, with their
     categories. Raises ConvertError if they are too few."""
     pairs = [(encode(prompt.text, tokenizer).tolist(), prompt.category) for prompt in prompts]
-    unique = {tuple(ids): category for ids, category in pairs if len(ids) <= longest - MIN_ANSWER}
-    if too_long := sum(len(ids) > longest - MIN_ANSWER for ids, _ in pairs):
+    most = longest - MIN_ANSWER
+    fitting = [(tuple(ids), category) for ids, category in pairs if len(ids) <= most]
+    if too_long := len(pairs) - len(fitting):
         print(
-            f"prompts: {too_long:,} of {len(pairs):,} have more than {longest - MIN_ANSWER} tokens and are left out; "
-            "with a greater --length they are not"
+            f"prompts: {too_long:,} of {len(pairs):,} have more than {most} tokens and are left out; with a greater "
+            "--length they are not"
         )
+    unique = dict(fitting)
     if prompts and len(unique) < beginnings.MIN_PROMPTS:
         raise ConvertError(
-            f"only {len(unique)} prompts have at most {longest - MIN_ANSWER} tokens; give shorter ones, or a greater "
-            "--length",
+            f"only {len(unique)} prompts have at most {most} tokens; give shorter ones, or a greater --length",
             2,
         )
     return [([*ids], category) for ids, category in unique.items()]
