@@ -380,12 +380,14 @@ def _single_kind(config: StructuredOutputConfig) -> tuple[str, Any]:
 
 def _text(kind: str, source: Any) -> str:
     """The grammar as llguidance compiles it. Raises ValueError."""
-    from llguidance import LLMatcher
+    parts: list[str] = []
+    start = _lark(kind, source) if kind != "structural_tags_config" else f"start: {_tag(source, parts)}"
+    grammars = [{"lark_grammar": f"{OPTIONS}\n{start}"}]
+    grammars += [{"name": f"part_{i}", "lark_grammar": f"{OPTIONS}\n{part}"} for i, part in enumerate(parts)]
+    return json.dumps({"grammars": grammars})
 
-    return LLMatcher.grammar_from_lark(f"{OPTIONS}\n{_lark(kind, source)}")
 
-
-def _lark(kind: str, source: Any) -> str:
+def _lark(kind: str, source: str) -> str:
     """The grammar in llguidance's language. Raises ValueError."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -394,10 +396,6 @@ def _lark(kind: str, source: Any) -> str:
         return f"start: %json {json.dumps(_schema(source))}"
     if kind == "regex":
         return json.loads(LLMatcher.grammar_from_regex(source))["grammars"][0]["lark_grammar"]
-    if kind == "structural_tags_config":
-        schemas: list[str] = []
-        start = _tag(source, schemas)
-        return "\n".join([f"start: {start}", *(f"json_{i}: %json {schema}" for i, schema in enumerate(schemas))])
     if (rules := source.count("::=")) > MAX_RULES:
         raise ValueError(f"it has {rules:,} rules, but may have at most {MAX_RULES:,}")
     try:
@@ -406,25 +404,38 @@ def _lark(kind: str, source: Any) -> str:
         raise ValueError(str(error)) from None
 
 
-def _tag(tag: Any, schemas: list[str]) -> str:
-    """A structural tag in llguidance's language. JSON schemas become rules and are added to `schemas`."""
+def _tag(tag: Any, parts: list[str]) -> str:
+    """A structural tag in llguidance's language. Grammars in it are added to `parts`."""
     kinds = StructuredOutputConfig
     if isinstance(tag, kinds.ConstString):
         return _literal(tag.value)
-    if isinstance(tag, kinds.JSONSchema):
-        schemas.append(json.dumps(_schema(tag.value)))
-        return f"json_{len(schemas) - 1}"
+    for kind, name in ((kinds.JSONSchema, "json_schema"), (kinds.Regex, "regex"), (kinds.EBNF, "grammar")):
+        if isinstance(tag, kind):
+            return _part(_lark(name, tag.value), parts)
     if isinstance(tag, kinds.Concat):
-        return f"({' '.join(_tag(element, schemas) for element in tag.elements)})"
+        return f"({' '.join(_tag(element, parts) for element in tag.elements)})"
     if isinstance(tag, kinds.Union):
-        return f"({' | '.join(_tag(element, schemas) for element in tag.elements)})"
+        return f"({' | '.join(_tag(element, parts) for element in tag.elements)})"
     if isinstance(tag, kinds.Tag):
-        return f"({_literal(tag.begin)} {_tag(tag.content, schemas)} {_literal(tag.end)})"
+        any_text = isinstance(tag.content, kinds.AnyText) and tag.end
+        content = _part(_text_until(tag.end), parts) if any_text else f"{_tag(tag.content, parts)} {_literal(tag.end)}"
+        return f"({_literal(tag.begin)} {content})"
     if isinstance(tag, kinds.TagsWithSeparator):
-        element = f"({' | '.join(_tag(element, schemas) for element in tag.tags)})"
+        element = f"({' | '.join(_tag(element, parts) for element in tag.tags)})"
         more = "" if tag.stop_after_first else f" ({_literal(tag.separator)} {element})*"
         return f"({element}{more}){'' if tag.at_least_one else '?'}"
     raise ValueError(f"{type(tag).__name__} is not supported")
+
+
+def _part(lark: str, parts: list[str]) -> str:
+    """A reference to the grammar `lark`, which is added to `parts`."""
+    parts.append(lark)
+    return f"@part_{len(parts) - 1}"
+
+
+def _text_until(end: str) -> str:
+    """Any text up to the first `end`, included."""
+    return f"start[lazy]: ANY {_literal(end)}\nANY: /(?s:.*)/"
 
 
 def _literal(text: str) -> str:

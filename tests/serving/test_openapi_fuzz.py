@@ -16,7 +16,7 @@ from tests.support.later import schemathesis
 from tests.support.serving import PLAIN, Api
 
 RULES = settings(
-    max_examples=40,
+    max_examples=60,
     deadline=None,
     derandomize=True,
     database=None,

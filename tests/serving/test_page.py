@@ -8,9 +8,11 @@ import httpx
 import pytest
 from openvino_genai import ChatHistory
 
+from speculative import batch_decoder
 from speculative.serving.http.middleware import digest
 from tests.support.page_checks import BEYOND, CONTRAST
 from tests.support.serving import PLAIN, Api
+from tests.support.thinking_model import save_thinking_model
 from tests.support.waiting import PATIENCE, wait_until
 
 PHONE, DESK = 360, 1280
@@ -28,6 +30,12 @@ def window(browser):
     window = browser.new_page()
     window.set_default_timeout(PATIENCE * 1000)
     return window
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory):
+    messages = [{"role": "user", "content": MESSAGE}]
+    return batch_decoder.load(save_thinking_model(tmp_path_factory.mktemp("thinking"), messages))
 
 
 @pytest.fixture
@@ -232,6 +240,29 @@ def test_without_chat_template_text_is_continued_and_lost_server_shown(decoder, 
     page.locator("#message").fill(MESSAGE)
     page.keyboard.press("Enter")
     page.get_by_text("The server cannot be reached.").wait_for()
+
+
+def test_reasoning_is_shown_apart_from_the_answer_and_can_be_disabled(show, thinking):
+    with Api(thinking) as api:
+        page = show(api)
+        ask(page)
+        reasoning, answer = page.locator(".answer .reasoning p"), page.locator(".answer > p").first
+        shown = [part.evaluate("text => text.textContent") for part in (reasoning, answer)]
+        messages = [{"role": "user", "content": MESSAGE}]
+        body = {**SENT, "messages": messages, "stream": False}
+        whole = httpx.post(f"{api.url}/chat/completions", json=body, **PLAIN).json()
+        message, usage = whole["choices"][0]["message"], whole["usage"]
+        assert shown[0].strip() == f"<think>{message['reasoning_content']}</think>"
+        assert shown[1].strip() == message["content"].strip()
+        counted = usage["completion_tokens_details"]["reasoning_tokens"]
+        assert (reasoning.locator("span").count(), answer.locator("span").count()) == (
+            counted,
+            usage["completion_tokens"] - counted,
+        )
+        assert [one for one in page.evaluate(CONTRAST)["texts"] if one[0] < 4.5] == []
+        page.get_by_label("Reasoning before the answer").uncheck()
+        ask(page)
+        assert page.locator(".answer").count() == 2 and page.locator(".answer .reasoning").count() == 1
 
 
 class Untemplated:

@@ -119,7 +119,7 @@ def test_parameters_without_effect_are_accepted(api, more):
         ({"input": []}, "input", "send a message"),
         ({"input": None}, "input", "is required"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input", "item 0.role: "),
-        ({"input": [{"type": "reasoning", "content": "x"}]}, "input", "item 0.type: "),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "item 0.type: "),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "part 0.type: "),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input", "item 0.call_id: is required"),
         (
@@ -127,7 +127,7 @@ def test_parameters_without_effect_are_accepted(api, more):
             "input",
             "item 0.index: unknown",
         ),
-        ({"reasoning": {"effort": "low"}}, "reasoning.effort", "only null is supported"),
+        ({"reasoning": {"effort": "low"}}, "reasoning.effort", 'no effort "low"'),
         ({"max_output_tokens": 401}, "max_output_tokens", "at most 400 are allowed"),
         ({"max_tokens": 5}, "max_tokens", "unknown parameter"),
         ({"background": True}, "background", "only false is supported"),

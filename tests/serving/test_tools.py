@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from speculative import batch_decoder
 from speculative.serving.api import tools
+from speculative.serving.api.answer_parser import AnswerParser
 from speculative.serving.api.chat_completions import ChatCompletionRequest
 from speculative.serving.api.response_events import ResponsesBuilder
 from speculative.serving.api.responses import ChatChoiceBuilder
@@ -131,7 +132,7 @@ def test_text_and_calls_are_separate_output_items():
     text = f"Well. <tool_call>{first}</tool_call> <tool_call>{second}"
     for several, kinds in ((True, ["message", *calls]), (False, ["message", *calls[:1]])):
         request = ResponsesRequest(model="x", input="Hi", tools=FLAT, parallel_tool_calls=several)
-        builder = ResponsesBuilder(request, "x", [], request.chat.parser(HERMES))
+        builder = ResponsesBuilder(request, "x", [], AnswerParser(request.chat.tool_parser(HERMES)))
         for piece in (text[:20], text[20:45], text[45:]):
             builder.piece(0, piece)
         end = builder.end_choice(0, "length") + builder.end()
@@ -228,8 +229,8 @@ class Generation:
 
 @pytest.mark.parametrize("several", [True, False])
 def test_streamed_calls_equal_those_of_whole_response(several):
-    whole = ChatChoiceBuilder(0, ToolParser(HERMES, {"weather"}, several)).full_choice(Generation())
-    builder = ChatChoiceBuilder(0, ToolParser(HERMES, {"weather"}, several))
+    whole = ChatChoiceBuilder(0, AnswerParser(ToolParser(HERMES, {"weather"}, several))).full_choice(Generation())
+    builder = ChatChoiceBuilder(0, AnswerParser(ToolParser(HERMES, {"weather"}, several)))
     chunks = [chunk for piece in TEXT for chunk in builder.piece(piece)] + builder.end("stop")
     calls = {}
     for chunk in chunks:
@@ -247,7 +248,7 @@ def test_choice_is_complete_if_only_a_dropped_call_is_truncated():
         text, finish_reason = TEXT[:-30], "length"
 
     for several, reason in ((True, "length"), (False, "tool_calls")):
-        parsed = [ChatChoiceBuilder(0, ToolParser(HERMES, {"weather"}, several)) for _ in range(2)]
+        parsed = [ChatChoiceBuilder(0, AnswerParser(ToolParser(HERMES, {"weather"}, several))) for _ in range(2)]
         chunks = [chunk for piece in Cut.text for chunk in parsed[0].piece(piece)] + parsed[0].end("length")
         assert chunks[-1]["finish_reason"] == parsed[1].full_choice(Cut())["finish_reason"] == reason
 

@@ -20,6 +20,7 @@ from speculative.bench.load.metrics import RequestRecord, Span
 
 TIMEOUT_SECONDS = 120.0  # seconds without any data after which a request counts as lost
 ROUND_TRIPS = 40  # requests, one after the other
+TEXTS = ("reasoning", "reasoning_content", "content", "text")  # in a delta, or in a choice of a completion
 TOKENIZE = "/tokenize"  # beside /v1, as in vLLM
 MAX_RETRY_WAIT = 5.0  # maximum seconds a client honours Retry-After
 
@@ -101,7 +102,8 @@ def _read_events(response: http.client.HTTPResponse, answer: RequestRecord, piec
         if "error" in event:
             answer.error = _message(event)
         for choice in event.get("choices", []):
-            text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+            texts = choice.get("delta") or {"text": choice.get("text")}
+            text = "".join(texts.get(name) or "" for name in TEXTS)
             if text:
                 answer.first = answer.first or time.perf_counter()
                 answer.text += text

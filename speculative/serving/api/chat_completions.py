@@ -1,6 +1,6 @@
 """Requests of /v1/chat/completions."""
 
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from openvino_genai import ChatHistory, StructuredOutputConfig
 from pydantic import FailFast, Field, ValidationInfo, field_validator, model_validator
@@ -8,6 +8,7 @@ from pydantic import FailFast, Field, ValidationInfo, field_validator, model_val
 from speculative.serving.api.base_request import MAX_LOGPROBS, BaseRequest
 from speculative.serving.api.messages import Message
 from speculative.serving.api.structured_output import ResponseFormat, Structure
+from speculative.serving.api.template_variables import ReasoningEffort, TemplateVariables, effort_variables
 from speculative.serving.api.tool_calls import ToolFormat, ToolParser, forced_calls_tag
 from speculative.serving.api.tools import MAX_TOOLS, NamedTool, Tool, ToolChoice, check_choice, check_names
 
@@ -26,6 +27,7 @@ class ChatCompletionRequest(BaseRequest):
     }
 
     prompt_name: ClassVar[str] = "messages"
+    effort_name: ClassVar[str] = "reasoning_effort"
 
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1)
     logprobs: bool | None = None
@@ -35,6 +37,8 @@ class ChatCompletionRequest(BaseRequest):
     tools: Annotated[list[Tool], FailFast()] = Field([], max_length=MAX_TOOLS)
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    chat_template_kwargs: TemplateVariables = Field({})  # vLLM's extension
 
     @model_validator(mode="after")
     def check_top_logprobs(self) -> "ChatCompletionRequest":
@@ -89,20 +93,22 @@ class ChatCompletionRequest(BaseRequest):
             return Structure("tools", config, forces_calls=self.tool_choice != "auto")
         return (self.response_format and self.response_format.structure) or super().structure(tool_format)
 
-    def parser(self, tool_format: ToolFormat | None) -> ToolParser | None:
+    def tool_parser(self, tool_format: ToolFormat | None) -> ToolParser | None:
         """A parser of the tool calls in a text."""
         names = {tool.function.name for tool in self.callable_tools}
         return ToolParser(tool_format, names, self.parallel_tool_calls is not False) if tool_format and names else None
 
     def history(self, tool_format: ToolFormat | None) -> ChatHistory:
-        """The messages and tools, as input of a chat template."""
+        """The messages, tools and variables, as input of a chat template."""
         history = ChatHistory([message.plain() for message in self.messages])
+        variables: dict[str, Any] = {**effort_variables(self.reasoning_effort), **self.chat_template_kwargs}
         if tool_format and self.callable_tools:
             tools = [tool.model_dump(exclude_none=True) for tool in self.callable_tools]
             if tool_format.variable == "tools":
                 history.set_tools(tools)
             else:
-                history.set_extra_context({tool_format.variable: tools})
+                variables[tool_format.variable] = tools
+        history.set_extra_context(variables)
         return history
 
     def prompts(self, tool_format: ToolFormat | None) -> list:

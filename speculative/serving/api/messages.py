@@ -42,7 +42,6 @@ class Message(ApiObject):
         "refusal": ("",),
         "function_call": ({},),
         "audio": ({},),
-        "reasoning_content": ("",),
         "annotations": LABEL,  # sources of an earlier response
         "parsed": LABEL,  # `content` again, as the openai package parsed it
         "provider_specific_fields": LABEL,  # LiteLLM's
@@ -53,6 +52,8 @@ class Message(ApiObject):
     name: str | None = None
     tool_calls: Annotated[list[ToolCall] | None, FailFast()] = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # vLLM's name of `reasoning_content`
 
     @model_validator(mode="before")
     @classmethod
@@ -63,6 +64,8 @@ class Message(ApiObject):
         role = data.get("role")  # other calls would add to the time of a message
         if role != "assistant" and "tool_calls" in data and data["tool_calls"]:
             raise ValueError("only messages of the role assistant have tool_calls")
+        if role != "assistant" and (data.get("reasoning_content") or data.get("reasoning")):
+            raise ValueError("only messages of the role assistant have reasoning_content")
         if ("tool_call_id" in data and data["tool_call_id"] is not None) != (role == "tool"):
             raise ValueError("messages of the role tool, and no others, need a tool_call_id")
         if role == "assistant" and ("content" not in data or data["content"] is None):
@@ -72,6 +75,8 @@ class Message(ApiObject):
     def plain(self) -> dict[str, Any]:
         """Return the message in the format of chat templates."""
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
+        if reasoning := self.reasoning_content or self.reasoning:
+            message["reasoning_content"] = reasoning
         if self.tool_calls:
             message["tool_calls"] = [call.plain() for call in self.tool_calls]
         if self.role == "tool":

@@ -1,7 +1,7 @@
 """Responses of /v1/responses: the response object, or the typed events of a stream, numbered from 0 on.
 
-The output has an item for each text and each tool call, which begins with its first piece and ends where the next one
-begins.
+The output has an item for the reasoning, each text and each tool call, which begins with its first piece and ends where
+the next one begins.
 """
 
 import time
@@ -9,20 +9,22 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from speculative.serving.api.answer_parser import AnswerParser
 from speculative.serving.api.errors import ApiError
+from speculative.serving.api.reasoning import Reasoning
 from speculative.serving.api.responses import as_json, usage
 from speculative.serving.api.responses_api import NamedFunction, ResponsesRequest
-from speculative.serving.api.tool_calls import Arguments, Call, Event, Text, ToolParser
+from speculative.serving.api.tool_calls import Arguments, Call, Event, Text
 from speculative.serving.engine.engine_thread import GenerationHandle
+
+TEXT_EVENTS = {"message": "response.output_text", "reasoning": "response.reasoning_text"}  # by type of item
 
 
 class ResponsesBuilder:
     """Builds the response to `request`, whose text the only one of `jobs` generates, in `ResponseBuilder`'s interface.
-    `parser` finds the tool calls in it."""
+    `parser` finds reasoning and tool calls in it."""
 
-    def __init__(
-        self, request: ResponsesRequest, model: str, jobs: Sequence[GenerationHandle], parser: ToolParser | None = None
-    ):
+    def __init__(self, request: ResponsesRequest, model: str, jobs: Sequence[GenerationHandle], parser: AnswerParser):
         self._jobs = jobs
         self._parser = parser
         self._items: list[dict[str, Any]] = []  # all but the last are complete
@@ -44,6 +46,7 @@ class ResponsesBuilder:
             "output": [],
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
+            "reasoning": {"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
             "store": False,
             "temperature": 1.0 if request.temperature is None else request.temperature,
             "text": {"format": text_format or {"type": "text"}},
@@ -68,15 +71,15 @@ class ResponsesBuilder:
 
     def piece(self, index: int, text: str) -> bytes:
         """Return the events of a piece of the text."""
-        return self._events(self._parser.feed(text) if self._parser else [Text(text)])
+        return self._events(self._parser.feed(text))
 
     def end_choice(self, index: int, finish_reason: str) -> bytes:
         """Return the events after the text."""
-        rest = self._events(self._parser.end()) if self._parser else b""
+        rest = self._events(self._parser.end())
         if not self._items:
             rest += self._begin_item(_message())
-        drops = self._parser is not None and self._parser.drops_calls
-        self._finish_reason = "stop" if drops else finish_reason  # the output that is kept is complete
+        # if calls are dropped, the output that is kept is complete
+        self._finish_reason = "stop" if self._parser.drops_calls else finish_reason
         return rest + self._end_item("incomplete" if self._finish_reason == "length" else "completed")
 
     def end(self) -> bytes:
@@ -90,7 +93,7 @@ class ResponsesBuilder:
         return self._event("error", **{name: details[name] for name in ("code", "message", "param")})
 
     def _finished(self) -> dict:
-        counts = usage(self._jobs, 1)
+        counts = usage(self._jobs, 1, sum(self._parser.count_reasoning(job.result.tokens) for job in self._jobs))
         truncated = self._finish_reason == "length"
         return {
             **self._response,
@@ -109,15 +112,16 @@ class ResponsesBuilder:
             },
         }
 
-    def _events(self, parsed_events: Iterable[Event]) -> bytes:
-        """The events of parsed text and tool calls."""
+    def _events(self, parsed_events: Iterable[Event | Reasoning]) -> bytes:
+        """The events of parsed reasoning, text and tool calls."""
         events = b""
         for parsed in parsed_events:
-            if isinstance(parsed, Text):
-                if not self._items or self._items[-1]["type"] != "message":
-                    events += self._end_item("completed") + self._begin_item(_message())
+            if isinstance(parsed, Text | Reasoning):
+                new = _message() if isinstance(parsed, Text) else _reasoning()
+                if not self._items or self._items[-1]["type"] != new["type"]:
+                    events += self._end_item("completed") + self._begin_item(new)
                 self._items[-1]["content"][0]["text"] += parsed.text
-                events += self._event("response.output_text.delta", **self._indices, delta=parsed.text, logprobs=[])
+                events += self._text_event("delta", delta=parsed.text)
             elif isinstance(parsed, Call):
                 events += self._end_item("completed") + self._begin_item(_call(parsed))
             elif isinstance(parsed, Arguments):
@@ -127,17 +131,22 @@ class ResponsesBuilder:
 
     @property
     def _indices(self) -> dict[str, Any]:
-        """The indices of the last item and, for a message, of its only part."""
+        """The indices of the last item and, if it has content, of its only part."""
         item = self._items[-1]
         place = {"item_id": item["id"], "output_index": len(self._items) - 1}
-        return place | ({"content_index": 0} if item["type"] == "message" else {})
+        return place | ({"content_index": 0} if "content" in item else {})
+
+    def _text_event(self, event: str, **content: Any) -> bytes:
+        """An event of the text of the last item."""
+        kind = self._items[-1]["type"]
+        more = content | ({"logprobs": []} if kind == "message" else {})
+        return self._event(f"{TEXT_EVENTS[kind]}.{event}", **self._indices, **more)
 
     def _begin_item(self, item: dict[str, Any]) -> bytes:
         self._items.append(item)
-        is_message = item["type"] == "message"
-        empty = {**item, "content": []} if is_message else item
+        empty = {**item, "content": []} if "content" in item else item
         events = self._event("response.output_item.added", output_index=len(self._items) - 1, item=empty)
-        if is_message:
+        if "content" in item:
             events += self._event("response.content_part.added", **self._indices, part=item["content"][0])
         return events
 
@@ -147,9 +156,9 @@ class ResponsesBuilder:
             return b""
         item = self._items[-1]
         item["status"] = status
-        if item["type"] == "message":
+        if "content" in item:
             (part,) = item["content"]
-            events = self._event("response.output_text.done", **self._indices, text=part["text"], logprobs=[])
+            events = self._text_event("done", text=part["text"])
             events += self._event("response.content_part.done", **self._indices, part=part)
         else:
             events = self._event("response.function_call_arguments.done", **self._indices, arguments=item["arguments"])
@@ -165,6 +174,11 @@ def _message() -> dict[str, Any]:
     part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
     item = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "status": "in_progress", "role": "assistant"}
     return {**item, "content": [part]}
+
+
+def _reasoning() -> dict[str, Any]:
+    item = {"id": f"rs_{uuid.uuid4().hex}", "type": "reasoning", "status": "in_progress", "summary": []}
+    return {**item, "content": [{"type": "reasoning_text", "text": ""}]}
 
 
 def _call(call: Call) -> dict[str, Any]:

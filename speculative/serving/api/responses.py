@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from speculative.batch_decoder import BatchDecoder
 from speculative.sequence.result import GenerationResult
+from speculative.serving.api.answer_parser import AnswerParser
 from speculative.serving.api.base_request import BaseRequest
 from speculative.serving.api.chat_completions import ChatCompletionRequest
 from speculative.serving.api.errors import ApiError
@@ -22,8 +23,9 @@ from speculative.serving.api.logprobs import (
     mean_logprob,
     prompt_logprob_entries,
 )
+from speculative.serving.api.reasoning import Reasoning, ReasoningFormat
 from speculative.serving.api.token_sources import TokenSources, draft_source
-from speculative.serving.api.tool_calls import Call, Event, Text, ToolFormat, ToolParser
+from speculative.serving.api.tool_calls import Call, Event, Text
 from speculative.serving.engine.engine_thread import GenerationHandle
 
 LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}  # for clients that split lines as Unicode does
@@ -59,6 +61,10 @@ class ChoiceBuilder:
         """Return the fields after the text."""
         return [self._choice_fields(finish_reason, text=self.echo)]
 
+    def count_reasoning(self, tokens: list[int]) -> int:
+        """The number of the choice's `tokens` that are reasoning."""
+        return 0
+
     def _choice_fields(self, finish_reason: str | None, is_full: bool = False, **content: object) -> dict:
         """The fields of the choice. Log-probabilities of no tokens are null in a chunk."""
         entries, self.pending_logprobs = self.pending_logprobs, []
@@ -69,22 +75,25 @@ class ChoiceBuilder:
 
 
 class ChatChoiceBuilder(ChoiceBuilder):
-    """Builds one choice of a chat completion, in which `parser` finds tool calls."""
+    """Builds one choice of a chat completion, in which `parser` finds reasoning and tool calls."""
 
-    def __init__(self, index: int, parser: ToolParser | None = None):
+    def __init__(self, index: int, parser: AnswerParser):
         super().__init__(index)
         self._parser = parser
 
     def full_choice(self, generation: GenerationResult) -> dict:
-        content, calls = "", []
-        for delta in [*self._deltas(generation.text), *self._rest()]:
+        content, reasoning, calls = "", "", []
+        for delta in self._deltas([*self._parser.feed(generation.text), *self._parser.end()]):
             content += delta.get("content", "")
+            reasoning += delta.get("reasoning_content", "")
             for call in delta.get("tool_calls", ()):
                 if "id" in call:
                     calls.append({name: value for name, value in call.items() if name != "index"})
                 else:
                     calls[-1]["function"]["arguments"] += call["function"]["arguments"]
         message: dict = {"role": "assistant", "content": None if calls and not content else content, "refusal": None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
         if calls:
             message["tool_calls"] = calls
         return self._choice_fields(self._reason(generation.finish_reason), True, message=message)
@@ -93,23 +102,22 @@ class ChatChoiceBuilder(ChoiceBuilder):
         return [self._choice_fields(None, delta={"role": "assistant", "content": ""})]
 
     def piece(self, text: str) -> list[dict]:
-        return [self._choice_fields(None, delta=delta) for delta in self._deltas(text)]
+        return [self._choice_fields(None, delta=delta) for delta in self._deltas(self._parser.feed(text))]
 
     def end(self, finish_reason: str) -> list[dict]:
-        rest = [self._choice_fields(None, delta=delta) for delta in self._rest()]
+        rest = [self._choice_fields(None, delta=delta) for delta in self._deltas(self._parser.end())]
         return [*rest, self._choice_fields(self._reason(finish_reason), delta={})]
 
-    def _deltas(self, text: str) -> list[dict]:
-        return self._as_deltas(self._parser.feed(text)) if self._parser else [{"content": text}]
+    def count_reasoning(self, tokens: list[int]) -> int:
+        return self._parser.count_reasoning(tokens)
 
-    def _rest(self) -> list[dict]:
-        return self._as_deltas(self._parser.end()) if self._parser else []
-
-    def _as_deltas(self, events: Iterable[Event]) -> list[dict]:
+    def _deltas(self, events: Iterable[Event | Reasoning]) -> list[dict]:
         deltas: list[dict] = []
         for event in events:
             if isinstance(event, Text):
                 deltas.append({"content": event.text})
+            elif isinstance(event, Reasoning):
+                deltas.append({"reasoning_content": event.text})
             elif isinstance(event, Call):
                 function = {"name": event.name, "arguments": ""}
                 call = {"index": event.number, "id": event.id, "type": "function", "function": function}
@@ -119,18 +127,12 @@ class ChatChoiceBuilder(ChoiceBuilder):
         return deltas
 
     def _reason(self, finish_reason: str) -> str:
-        if not self._parser or not self._parser.calls:
+        if not self._parser.calls:
             return finish_reason
         is_complete = finish_reason == "stop" or self._parser.drops_calls  # the tool calls that are kept are complete
         return "tool_calls" if is_complete else finish_reason
 
     _logprobs = staticmethod(chat_logprobs)
-
-
-def _choice_builder(request: BaseRequest, index: int, tool_format: ToolFormat | None) -> ChoiceBuilder:
-    if isinstance(request, ChatCompletionRequest):
-        return ChatChoiceBuilder(index, request.parser(tool_format))
-    return ChoiceBuilder(index)
 
 
 class ResponseBuilder:
@@ -144,15 +146,19 @@ class ResponseBuilder:
         token_texts: TokenTexts | None = None,
         echoes: Sequence[str] = (),
         sources: Sequence[TokenSources] = (),
-        tool_format: ToolFormat | None = None,
+        parsers: Sequence[AnswerParser] = (),
     ):
         """`jobs` generate the texts. `token_texts` are required for log-probabilities. `echoes` are the echoed
         prompts of the choices, if requested, and `sources` the draft or main origin of each choice's tokens, if the
-        chunks include it. `tool_format` is that of the model's tool calls."""
+        chunks include it. `parsers` are those of the choices of a chat completion."""
         self._request, self._jobs, self._token_texts, self._sources = request, jobs, token_texts, sources
         self._chat = isinstance(request, ChatCompletionRequest)
         number = request.num_prompts * request.choices_per_prompt
-        self.choices = [_choice_builder(request, index, tool_format) for index in range(number)]
+        self.choices: Sequence[ChoiceBuilder] = (
+            [ChatChoiceBuilder(*parser) for parser in enumerate(parsers)]
+            if self._chat
+            else [ChoiceBuilder(index) for index in range(number)]
+        )
         for choice, echo in zip(self.choices, echoes, strict=False):
             choice.echo = echo
         self._include_usage = bool(request.stream_options and request.stream_options.include_usage)
@@ -177,7 +183,7 @@ class ResponseBuilder:
             **self._head,
             "object": name,
             "choices": choices,
-            "usage": usage(self._jobs, self._request.texts_per_prompt),
+            "usage": self._usage(),
         }
         if self._token_texts and (num_logprobs := self._request.prompt_logprobs) is not None:
             for index, target in enumerate([response] if self._chat else choices):
@@ -208,13 +214,17 @@ class ResponseBuilder:
         """Return the events after all choices."""
         last = b""
         if self._include_usage:
-            counts = usage(self._jobs, self._request.texts_per_prompt)
-            last = self._event({**self._chunk_head(), "choices": [], "usage": counts})
+            last = self._event({**self._chunk_head(), "choices": [], "usage": self._usage()})
         return last + b"data: [DONE]\n\n"
 
     def error_event(self, error: ApiError) -> bytes:
         """Return the last event of a stream that fails."""
         return self._event(error.body)
+
+    def _usage(self) -> dict:
+        jobs = self._jobs
+        reasoning = (choice.count_reasoning(job.result.tokens) for choice, job in zip(self.choices, jobs, strict=False))
+        return usage(jobs, self._request.texts_per_prompt, sum(reasoning))
 
     def _with_sources(self, index: int, choices: list[dict], last: bool = False) -> list[dict]:
         if self._sources and choices:
@@ -263,7 +273,7 @@ class ResponseBuilder:
         return f"data: {as_json(data)}\n\n".encode()
 
 
-def usage(jobs: Sequence[GenerationHandle], texts: int) -> dict:
+def usage(jobs: Sequence[GenerationHandle], texts: int, reasoning_tokens: int) -> dict:
     """Return the API's token counts of a request with `jobs`, `texts` for each prompt, which counts once.
 
     `completion_tokens` excludes rejected draft tokens, which are not part of the output.
@@ -281,13 +291,13 @@ def usage(jobs: Sequence[GenerationHandle], texts: int) -> dict:
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": proposed - accepted,
-            "reasoning_tokens": 0,
+            "reasoning_tokens": reasoning_tokens,
             "audio_tokens": 0,
         },
     }
 
 
-def model_card(name: str, created: int, decoder: BatchDecoder) -> dict:
+def model_card(name: str, created: int, decoder: BatchDecoder, reasoning: ReasoningFormat | None) -> dict:
     return {
         "id": name,
         "object": "model",
@@ -296,4 +306,5 @@ def model_card(name: str, created: int, decoder: BatchDecoder) -> dict:
         "max_model_len": decoder.main.context,
         "chat_template": bool(decoder.tokenizer and decoder.tokenizer.chat_template),
         "draft": draft_source(decoder),
+        "can_disable_reasoning": bool(reasoning and reasoning.is_optional),
     }

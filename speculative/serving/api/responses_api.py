@@ -3,6 +3,7 @@
 The server stores nothing: a request has all earlier messages in `input`, and `store` is reported as false.
 """
 
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -21,6 +22,7 @@ from speculative.serving.api.base_request import TopK
 from speculative.serving.api.chat_completions import ChatCompletionRequest
 from speculative.serving.api.errors import describe_error
 from speculative.serving.api.structured_output import Schema, Structure
+from speculative.serving.api.template_variables import ReasoningEffort, TemplateVariables
 from speculative.serving.api.tool_calls import ToolFormat
 from speculative.serving.api.tools import CHOICES, MAX_TOOLS, NAME, Function, check_choice, check_names
 
@@ -55,7 +57,17 @@ CALL_OUTPUT = {
     },
     "required": ["type", "call_id", "output"],
 }
-ITEMS = {"type": "array", "items": {"anyOf": [MESSAGE, CALL, CALL_OUTPUT]}, "minItems": 1}
+REASONING_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "reasoning_text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+REASONING = {
+    "type": "object",
+    "properties": {"type": {"const": "reasoning"}, "content": {"type": "array", "items": REASONING_PART}},
+    "required": ["type"],
+}
+ITEMS = {"type": "array", "items": {"anyOf": [MESSAGE, CALL, CALL_OUTPUT, REASONING]}, "minItems": 1}
 INPUT = {"anyOf": [{"type": "string"}, ITEMS]}
 NAMED = {
     "type": "object",
@@ -71,16 +83,21 @@ class Part(ApiObject):
     text: str
 
 
-def join_text_parts(content: Any) -> str:
+class ReasoningPart(ApiObject):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+def join_parts(kind: type[Part] | type[ReasoningPart], content: Any) -> str:
     """Validate a text or a list of text parts, and return it as a text."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise ValueError("should be a string or a list of text parts")
-    return "".join(validate_part(Part, part, f"part {i}").text for i, part in enumerate(content))
+    return "".join(validate_part(kind, part, f"part {i}").text for i, part in enumerate(content))
 
 
-Content = Annotated[str, BeforeValidator(join_text_parts)]
+Content = Annotated[str, BeforeValidator(partial(join_parts, Part))]
 
 
 class Item(ApiObject):
@@ -93,8 +110,13 @@ class InputMessage(Item):
     content: Content
 
     def add_to(self, to_messages: list[dict[str, Any]]) -> None:
-        """Add the item to messages of chat completions."""
-        to_messages.append({"role": self.role, "content": self.content})
+        """Add the item to messages of chat completions; an answer to the message with its reasoning."""
+        message = {"role": self.role, "content": self.content}
+        last = to_messages[-1] if to_messages else {}
+        if self.role == "assistant" and last.keys() == {"role", "reasoning_content"}:
+            last.update(message)
+        else:
+            to_messages.append(message)
 
 
 class InputCall(Item):
@@ -106,7 +128,7 @@ class InputCall(Item):
     def add_to(self, to_messages: list[dict[str, Any]]) -> None:
         """Add the call to the assistant's message before it, or to a new one."""
         if not to_messages or to_messages[-1]["role"] != "assistant":
-            to_messages.append({"role": "assistant", "content": ""})
+            to_messages.append({"role": "assistant"})
         function = {"name": self.name, "arguments": self.arguments}
         to_messages[-1].setdefault("tool_calls", []).append(
             {"id": self.call_id, "type": "function", "function": function}
@@ -122,7 +144,20 @@ class InputCallOutput(Item):
         to_messages.append({"role": "tool", "tool_call_id": self.call_id, "content": self.output})
 
 
-KINDS: dict[Any, type[InputMessage | InputCall | InputCallOutput]] = {
+class InputReasoning(Item):
+    no_effect: ClassVar[dict[str, tuple]] = Item.no_effect | {"summary": LABEL}
+
+    type: Literal["reasoning"]
+    content: Annotated[str, BeforeValidator(partial(join_parts, ReasoningPart))] = ""
+
+    def add_to(self, to_messages: list[dict[str, Any]]) -> None:
+        """Begin the assistant's message that the next items complete."""
+        if self.content:
+            to_messages.append({"role": "assistant", "reasoning_content": self.content})
+
+
+KINDS: dict[Any, type[InputMessage | InputCall | InputCallOutput | InputReasoning]] = {
+    "reasoning": InputReasoning,
     "function_call": InputCall,
     "function_call_output": InputCallOutput,
 }
@@ -212,16 +247,17 @@ class ResponsesStreamOptions(ApiObject):
     include_obfuscation: bool | None = None  # accepted, but nothing is obfuscated
 
 
-class Reasoning(ApiObject):
-    """Not served: only nulls are accepted."""
+class ReasoningOptions(ApiObject):
+    no_effect: ClassVar[dict[str, tuple]] = {"generate_summary": LABEL, "summary": LABEL}  # none is ever made
 
-    no_effect: ClassVar[dict[str, tuple]] = dict.fromkeys(("effort", "generate_summary", "summary"), (None,))
+    effort: ReasoningEffort | None = None
 
 
 class ResponsesChat(ChatCompletionRequest):
     """A request of /v1/responses as a chat completion, whose errors name the parameters of the former."""
 
     prompt_name: ClassVar[str] = "input"
+    effort_name: ClassVar[str] = "reasoning.effort"
 
     @property
     def limit_name(self) -> str:
@@ -239,7 +275,7 @@ class ResponsesChat(ChatCompletionRequest):
 class ResponsesRequest(ApiObject):
     no_effect: ClassVar[dict[str, tuple]] = {
         "background": (False,),
-        "include": ([],),
+        "include": ([], ["reasoning.encrypted_content"]),  # reasoning is returned as text
         "max_tool_calls": LABEL,  # of OpenAI's own tools, which are not served
         "metadata": LABEL,
         "prompt_cache_retention": LABEL,
@@ -257,7 +293,7 @@ class ResponsesRequest(ApiObject):
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     text: TextOptions | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningOptions | None = None
     tools: Annotated[list[ResponsesTool], FailFast()] = Field([], max_length=MAX_TOOLS)
     tool_choice: Annotated[
         str | NamedFunction,
@@ -273,6 +309,7 @@ class ResponsesRequest(ApiObject):
     # extensions
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     top_k: TopK = None
+    chat_template_kwargs: TemplateVariables = Field({})
 
     @field_validator("store")
     @classmethod
@@ -315,6 +352,7 @@ class ResponsesRequest(ApiObject):
             "seed",
             "top_k",
             "parallel_tool_calls",
+            "chat_template_kwargs",
         )
         choice = self.tool_choice
         if isinstance(choice, NamedFunction):
@@ -327,5 +365,6 @@ class ResponsesRequest(ApiObject):
                 "response_format": self.text_format.response_format if self.text_format else None,
                 "tools": [tool.plain for tool in self.tools],
                 "tool_choice": choice,
+                "reasoning_effort": self.reasoning.effort if self.reasoning else None,
             }
         )

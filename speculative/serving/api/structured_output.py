@@ -9,6 +9,9 @@ from openvino_genai import StructuredOutputConfig
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
 from speculative.serving.api.api_object import ApiObject
+from speculative.serving.api.reasoning import END
+
+Tags = StructuredOutputConfig
 
 MAX_CHARACTERS = 65_536  # of a schema as JSON, of a regular expression, of a grammar
 # Between the parts of JSON: nothing, a space, or one or two line ends and indentation, as in llama.cpp. Small models
@@ -23,6 +26,21 @@ class Structure(NamedTuple):
     parameter: str
     config: StructuredOutputConfig
     forces_calls: bool = False  # of tools: nothing else is allowed
+
+    def after_reasoning(self, opening: str) -> "Structure":
+        """The constraint on the answer alone, after free reasoning, which `opening` opens (`ReasoningFormat.opening`).
+        The reasoning may be left out, unless the prompt opens it."""
+        reasoning = Tags.Tag(opening, Tags.AnyText(), END)
+        answer = Tags.Concat([reasoning, Tags.Regex(r"\n{0,2}"), self._tag])
+        tag = answer if opening == "" else Tags.Union([answer, self._tag])
+        return self._replace(config=StructuredOutputConfig(structural_tags_config=tag))
+
+    @property
+    def _tag(self) -> Any:
+        """The constraint as a structural tag."""
+        kinds = {"json_schema": Tags.JSONSchema, "regex": Tags.Regex, "grammar": Tags.EBNF}
+        sources = ((kind, getattr(self.config, name)) for name, kind in kinds.items())
+        return next((kind(source) for kind, source in sources if source), self.config.structural_tags_config)
 
 
 def check_size(value: Any) -> Any:

@@ -3,7 +3,7 @@
 import functools
 from typing import Annotated, Any, ClassVar
 
-from openvino_genai import Tokenizer
+from openvino_genai import ChatHistory, Tokenizer
 from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema, model_validator
 
 from speculative.batch_decoder import BatchDecoder
@@ -11,6 +11,7 @@ from speculative.sequence.prompt import TextTooLong, encode_text
 from speculative.serving.api.api_object import ApiObject
 from speculative.serving.api.errors import ApiError, prompt_too_long
 from speculative.serving.api.messages import Message
+from speculative.serving.api.template_variables import TemplateVariables
 
 TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 
@@ -20,7 +21,6 @@ class TokenizeRequest(ApiObject):
 
     no_effect: ClassVar[dict[str, tuple]] = {
         "add_generation_prompt": (True,),
-        "chat_template_kwargs": ({},),
         "continue_final_message": (False,),
         "tools": ([],),
     }
@@ -30,6 +30,7 @@ class TokenizeRequest(ApiObject):
     messages: Annotated[list[Message], FailFast()] = Field([], min_length=1)
     add_special_tokens: bool | None = None  # default: true for a prompt, false for messages, whose template adds them
     return_token_strs: bool | None = None
+    chat_template_kwargs: TemplateVariables = Field({})
 
     @model_validator(mode="after")
     def check_one_input(self) -> "TokenizeRequest":
@@ -57,7 +58,8 @@ def tokenize(decoder: BatchDecoder, request: TokenizeRequest) -> dict:
     if request.messages:
         if not tokenizer.chat_template:
             raise ApiError(400, "The model has no chat template: send a prompt.", "invalid_request", "messages")
-        messages = [message.plain() for message in request.messages]
+        messages = ChatHistory([message.plain() for message in request.messages])
+        messages.set_extra_context(request.chat_template_kwargs)
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     if request.add_special_tokens is not None:
         special = request.add_special_tokens

@@ -165,10 +165,7 @@ class ToolParser:
 
     def _text(self) -> Iterable[Event]:
         marker, at = self._format.marker, self._rest.find(self._format.marker) if self._format.marker else -1
-        held_back = (
-            0 if at >= 0 else next((n for n in range(len(marker) - 1, 0, -1) if self._rest.endswith(marker[:n])), 0)
-        )
-        text = self._rest[:at] if at >= 0 else self._rest[: len(self._rest) - held_back]
+        text = self._rest[:at] if at >= 0 else self._rest[: len(self._rest) - held_back(self._rest, marker)]
         is_space = self._only_space and not text.strip(SPACE)
         if at >= 0:
             self._rest, self._position, self._first_call, self._parse_state = (
@@ -316,6 +313,11 @@ class _Scan:
                 if not self._depth:
                     return i + 1
         return None
+
+
+def held_back(text: str, marker: str) -> int:
+    """The length of the end of `text` that may begin `marker`."""
+    return next((n for n in range(len(marker) - 1, 0, -1) if text.endswith(marker[:n])), 0)
 
 
 def _match(text: str, at: int, tokens: Sequence[str]) -> int | None:

@@ -25,11 +25,13 @@ from speculative.models.block_pool import OutOfBlocks
 from speculative.sampling.grammar import Grammar
 from speculative.sequence.prompt import TextTooLong
 from speculative.serving.api import tokenization
+from speculative.serving.api.answer_parser import AnswerParser
 from speculative.serving.api.base_request import BaseRequest
 from speculative.serving.api.chat_completions import ChatCompletionRequest
 from speculative.serving.api.completions import CompletionRequest
 from speculative.serving.api.errors import ApiError, describe_error, prompt_too_long, shorten
 from speculative.serving.api.logprobs import TokenTexts
+from speculative.serving.api.reasoning import ReasoningFormat
 from speculative.serving.api.response_events import ResponsesBuilder
 from speculative.serving.api.responses import ResponseBuilder, model_card
 from speculative.serving.api.responses_api import ResponsesRequest
@@ -77,9 +79,9 @@ class Endpoint:
         self.open_requests = 0  # requests without a complete response
         self.longest_prompt = request_limits.longest_prompt(limits, engine.decoder.main.context)
         tokenizer = engine.decoder.tokenizer
-        self._tool_format = (
-            detect_tool_format(tokenizer.chat_template) if tokenizer and tokenizer.chat_template else None
-        )
+        self._chat_template = tokenizer.chat_template if tokenizer else ""
+        self._tool_format = detect_tool_format(self._chat_template) if self._chat_template else None
+        self._reasoning = ReasoningFormat.detect(tokenizer)
         self._created = int(time.time())
         self._encoding = ThreadPoolExecutor(1, "encoding")  # one thread: chat templates are not known to be thread-safe
         self._token_texts: TokenTexts | None = None  # created on the first request for log-probabilities
@@ -147,11 +149,14 @@ class Endpoint:
         return health.problem(self.engine)
 
     async def models(self) -> dict:
-        return {"object": "list", "data": [model_card(self.name, self._created, self.engine.decoder)]}
+        return {"object": "list", "data": [self._card()]}
 
     async def model(self, name: str) -> dict:
         self._check_model(name)
-        return model_card(self.name, self._created, self.engine.decoder)
+        return self._card()
+
+    def _card(self) -> dict:
+        return model_card(self.name, self._created, self.engine.decoder, self._reasoning)
 
     async def chat(self, request: ChatCompletionRequest, raw_request: Request) -> Response:
         self._check_chat_template()
@@ -186,6 +191,7 @@ class Endpoint:
         request_limits.check_num_texts(request, self.limits)
         request_limits.check_tokens(request, self.engine.decoder.main.vocab_size)
         request_limits.check_tools(request, self._tool_format, self.name)
+        request_limits.check_reasoning(request, self._chat_template)
         self.open_requests += 1
         try:
             echoes = (
@@ -199,12 +205,13 @@ class Endpoint:
         except BaseException:
             self.open_requests -= 1
             raise
+        parsers = self._answer_parsers(request, jobs)
         builder: ResponseBuilder | ResponsesBuilder
-        if original and isinstance(request, ChatCompletionRequest):
-            builder = ResponsesBuilder(original, self.name, jobs, request.parser(self._tool_format))
+        if original:
+            builder = ResponsesBuilder(original, self.name, jobs, *parsers)
         else:
             sources = self._token_sources(request, jobs)
-            builder = ResponseBuilder(request, self.name, jobs, self._token_texts, echoes, sources, self._tool_format)
+            builder = ResponseBuilder(request, self.name, jobs, self._token_texts, echoes, sources, parsers)
         if request.stream:  # nothing is awaited between `_submit` and the stream, which ends the jobs
             return EventStream(self._request_context(jobs, request, raw_request), lambda: self._events(jobs, builder))
         with self._request_context(jobs, request, raw_request):
@@ -213,6 +220,11 @@ class Endpoint:
             if request.num_logprobs is None and request.num_prompt_logprobs is None:
                 return JSONResponse(builder.full_response())
             return await self._run_in_encoding_thread(lambda: JSONResponse(builder.full_response()))
+
+    def _answer_parsers(self, request: BaseRequest, jobs: list[GenerationHandle]) -> list[AnswerParser]:
+        if not isinstance(request, ChatCompletionRequest):
+            return []
+        return [AnswerParser(request.tool_parser(self._tool_format), self._reasoning, job.prompt) for job in jobs]
 
     def _token_sources(self, request: BaseRequest, jobs: list[GenerationHandle]) -> list[TokenSources]:
         tokenizer = self.engine.decoder.tokenizer
@@ -225,9 +237,9 @@ class Endpoint:
         jobs: list[GenerationHandle] = []
         try:
             self.engine.check_queue(self._encoding_texts + request.total_texts)
-            structure = request.structure(self._tool_format)
-            grammar = await self._compile_grammar(structure) if structure else None
             prompts = await self._encode_prompts(request)
+            structure = self._structure(request, prompts)
+            grammar = await self._compile_grammar(structure) if structure else None
             if self.stopped:
                 raise Stopped
             context = self.engine.decoder.main.context
@@ -262,6 +274,14 @@ class Endpoint:
                 self.engine.cancel(job)
             raise self._api_error(error) from error
         return jobs
+
+    def _structure(self, request: BaseRequest, prompts: list[np.ndarray]) -> Structure | None:
+        """The constraint on the texts. It leaves the reasoning of a chat completion free."""
+        structure = request.structure(self._tool_format)
+        if not structure or not self._reasoning or not isinstance(request, ChatCompletionRequest):
+            return structure
+        opening = self._reasoning.opening(prompts[0])
+        return structure if opening is None else structure.after_reasoning(opening)
 
     async def _compile_grammar(self, structure: Structure) -> Grammar:
         """The grammar of a request. It stays compiled for the decoder as long as it is referenced."""
@@ -370,8 +390,7 @@ class Endpoint:
             raise ApiError(503, "The server is shutting down.", "draining", retry_after=5)
 
     def _check_chat_template(self) -> None:
-        tokenizer = self.engine.decoder.tokenizer
-        if not tokenizer or not tokenizer.chat_template:
+        if not self._chat_template:
             raise ApiError(400, f"The model {self.name} has no chat template: use /v1/completions.")
 
     def _check_model(self, name: str) -> None:

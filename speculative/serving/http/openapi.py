@@ -61,6 +61,7 @@ class ModelCard(Schema):
     max_model_len: int = Field(ge=1)
     chat_template: bool
     draft: str | None
+    can_disable_reasoning: bool
 
 
 class ModelList(Schema):
@@ -76,7 +77,7 @@ class PromptTokens(Schema):
 class CompletionTokens(Schema):
     accepted_prediction_tokens: int = Field(ge=0)
     rejected_prediction_tokens: int = Field(ge=0)
-    reasoning_tokens: Literal[0]
+    reasoning_tokens: int = Field(ge=0)
     audio_tokens: Literal[0]
 
 
@@ -142,6 +143,7 @@ class AssistantMessage(Schema):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning_content: str = Field("", min_length=1)
     tool_calls: list[ToolCall] = Field([], min_length=1)
 
 
@@ -206,6 +208,7 @@ class ToolCallDelta(Schema):
 class Delta(Schema):
     role: Literal["assistant"] = "assistant"
     content: str = ""
+    reasoning_content: str = ""
     tool_calls: list[ToolCallDelta] = Field([], min_length=1, max_length=1)
 
 
@@ -248,6 +251,19 @@ class OutputMessage(Schema):
     content: list[OutputText]
 
 
+class ReasoningText(Schema):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class OutputReasoning(Schema):
+    id: str
+    type: Literal["reasoning"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    summary: list = Field(max_length=0)
+    content: list[ReasoningText]
+
+
 class OutputCall(Schema):
     id: str
     type: Literal["function_call"]
@@ -274,6 +290,11 @@ class IncompleteDetails(Schema):
     reason: Literal["max_output_tokens"]
 
 
+class ResponseReasoning(Schema):
+    effort: str | None
+    summary: None
+
+
 class ResponseText(Schema):
     format: dict[str, Any]
 
@@ -289,9 +310,10 @@ class ResponseObject(Schema):
     max_output_tokens: int | None
     metadata: dict[str, str]
     model: str
-    output: list[OutputMessage | OutputCall]
+    output: list[OutputMessage | OutputReasoning | OutputCall]
     parallel_tool_calls: bool
     previous_response_id: None
+    reasoning: ResponseReasoning
     store: Literal[False]
     temperature: float
     text: ResponseText
@@ -308,8 +330,8 @@ class ResponseEvent(BaseModel):
     type: str
     sequence_number: int = Field(ge=0)
     response: ResponseObject | None = None
-    item: OutputMessage | OutputCall | None = None
-    part: OutputText | None = None
+    item: OutputMessage | OutputReasoning | OutputCall | None = None
+    part: OutputText | ReasoningText | None = None
 
 
 class Tokenized(Schema):

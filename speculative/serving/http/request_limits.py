@@ -1,9 +1,10 @@
-"""Limits of one request: numbers of texts and tokens, token ids, tools."""
+"""Limits of one request: numbers of texts and tokens, token ids, tools, effort of reasoning."""
 
 from speculative.serving.api.base_request import BaseRequest
 from speculative.serving.api.chat_completions import ChatCompletionRequest
 from speculative.serving.api.completions import CompletionRequest
 from speculative.serving.api.errors import ApiError
+from speculative.serving.api.template_variables import has_effort
 from speculative.serving.api.tool_calls import ToolFormat
 from speculative.serving.settings import Limits
 
@@ -38,6 +39,14 @@ def check_tools(request: BaseRequest, tool_format: ToolFormat | None, model: str
     if isinstance(request, ChatCompletionRequest) and request.callable_tools and not tool_format:
         message = f"tools: the format of tool calls of {model}'s chat template is not supported."
         raise ApiError(400, message, "invalid_request", "tools")
+
+
+def check_reasoning(request: BaseRequest, chat_template: str) -> None:
+    """Raise ApiError if `request` sets an effort of reasoning that `chat_template` cannot set."""
+    if isinstance(request, ChatCompletionRequest) and not has_effort(chat_template, request.reasoning_effort):
+        name, effort = request.effort_name, request.reasoning_effort
+        message = f'{name}: the chat template has no effort "{effort}": omit it, or send chat_template_kwargs.'
+        raise ApiError(400, message, "invalid_request", name)
 
 
 def longest_prompt(limits: Limits, context: int) -> int:

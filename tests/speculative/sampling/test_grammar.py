@@ -81,9 +81,26 @@ def test_structural_tags_may_follow_each_other():
     assert allowed(state, 0, 1, 5) == allowed(state, 0, 3, 5, 6, 0, 1, 5) == [6, STOP]
 
 
+def test_structural_tags_contain_regular_expressions_and_grammars():
+    tag = S.Concat([S.Regex("d?a"), S.EBNF(EBNF), S.ConstString("c")])
+    found = {f"{first}{word}c" for first in ("a", "da") for word in EBNF_WORDS}
+    check_walks(state_of(structural_tags_config=tag), found, stop=True)
+
+
+def test_any_text_in_a_tag_ends_at_the_first_end():
+    state = state_of(structural_tags_config=S.Tag("a", S.AnyText(), "d"))
+    check_walks(state, words("a[abce]*d"), stop=True)
+
+
+def test_text_after_the_end_of_any_text_follows_its_grammar():
+    """Also where one token has the end and the beginning of what follows, as "bc" here."""
+    state = state_of(structural_tags_config=S.Concat([S.Tag("", S.AnyText(), "b"), S.Regex("ce|d")]))
+    check_walks(state, words("[acde]*b(ce|d)"), stop=True)
+
+
 def test_unsupported_structural_tag_is_rejected():
-    with pytest.raises(ValueError, match="Regex is not supported"):
-        state_of(structural_tags_config=S.Concat([S.Regex("a"), S.Regex("b")]))
+    with pytest.raises(ValueError, match="AnyText is not supported"):
+        state_of(structural_tags_config=S.Concat([S.Regex("a"), S.AnyText()]))
 
 
 def test_stop_token_is_not_part_of_the_text():

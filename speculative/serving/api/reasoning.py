@@ -1,0 +1,122 @@
+"""Reasoning of thinking models: the text between <think> and </think>, which precedes the answer.
+
+    reasoning = ReasoningFormat.detect(tokenizer)  # None for a model that does not think
+    parser = ReasoningParser(reasoning.opening(prompt))
+    for piece in pieces:
+        parser.feed(piece)  # Reasoning and Text
+    parser.end()
+
+The chat templates of Qwen3, QwQ, DeepSeek-R1, SmolLM3 and Phi-4-reasoning have this format. Some open the reasoning in
+the prompt; after others, the model opens it itself, or answers at once.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import numpy as np
+from openvino_genai import Tokenizer
+
+from speculative.serving.api.tool_calls import SPACE, Text, held_back
+
+BEGIN, END = "<think>", "</think>"
+OPTION = "enable_thinking"  # the variable of chat templates that disables it
+PROMPT_END = 8  # the last tokens of a prompt, which may spell one of them
+
+
+class Reasoning(NamedTuple):
+    """Text of the reasoning."""
+
+    text: str
+
+
+class ReasoningFormat:
+    """The reasoning in texts of a model. `decode` returns the text of token ids, special tokens included."""
+
+    def __init__(self, decode: Callable[[list[int]], str], is_optional: bool = False):
+        self._decode = decode
+        self.is_optional = is_optional  # whether a request can disable it
+
+    @classmethod
+    def detect(cls, tokenizer: Tokenizer | None) -> "ReasoningFormat | None":
+        """The format of a model; None if its chat template has no reasoning, or its texts leave out the tags."""
+        if not tokenizer or END not in tokenizer.chat_template:
+            return None
+        ids = tokenizer.encode(END, add_special_tokens=False).input_ids.data[0].tolist()
+        if END not in tokenizer.decode(ids):
+            return None
+        return cls(
+            lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False), OPTION in tokenizer.chat_template
+        )
+
+    def opening(self, prompt: np.ndarray) -> str | None:
+        """The text that opens the reasoning in an answer to `prompt` (token ids, int64 [n]): "" if the prompt opens it,
+        None if the prompt closes it."""
+        end = self._decode(prompt[-PROMPT_END:].tolist()).rstrip()
+        return None if end.endswith(END) else "" if end.endswith(BEGIN) else BEGIN
+
+    def count_tokens(self, tokens: list[int]) -> int:
+        """The number of tokens of the reasoning, </think> included, with which `tokens` begin."""
+        before_end = range(1, len(tokens))
+        return min(1 + bisect_left(before_end, True, key=lambda n: END in self._decode(tokens[:n])), len(tokens))
+
+
+class ReasoningParser:
+    """Finds the reasoning at the beginning of a text, which `opening` opens (`ReasoningFormat.opening`). The space
+    around reasoning is left out."""
+
+    def __init__(self, opening: str | None):
+        self.found = opening == ""  # whether the text has reasoning
+        self._has_begun = False  # whether any of it has been passed on
+        self._rest = ""  # text that was fed but not yet passed on
+        self._parse_state: Callable[[], Iterable[Text | Reasoning]] = (
+            self._text if opening is None else self._reasoning if self.found else self._begin
+        )
+
+    def feed(self, piece: str) -> list[Text | Reasoning]:
+        """The events that this piece of the text completes."""
+        self._rest += piece
+        events: list[Text | Reasoning] = []
+        state = None
+        while self._rest and state != self._parse_state:
+            state = self._parse_state
+            events += state()
+        return events
+
+    def end(self) -> list[Text | Reasoning]:
+        """The events after the last piece."""
+        rest, self._rest = self._rest, ""
+        if self._parse_state == self._reasoning:
+            return [Reasoning(rest)] if (rest := rest.rstrip(SPACE)) else []
+        return [Text(rest)] if rest else []
+
+    def _begin(self) -> Iterable[Text | Reasoning]:
+        text = self._rest.lstrip(SPACE)
+        if text.startswith(BEGIN):
+            self.found, self._rest, self._parse_state = True, text.removeprefix(BEGIN), self._reasoning
+        elif not BEGIN.startswith(text):
+            self._parse_state = self._text
+        return ()
+
+    def _reasoning(self) -> Iterable[Text | Reasoning]:
+        rest = self._rest if self._has_begun else self._rest.lstrip(SPACE)
+        text, end, after = rest.partition(END)
+        if not end:
+            text = rest[: len(rest) - held_back(rest, END)]
+        text = text.rstrip(SPACE)
+        self._rest = after if end else rest[len(text) :]
+        if end:
+            self._parse_state = self._space
+        if text:
+            self._has_begun = True
+            yield Reasoning(text)
+
+    def _space(self) -> Iterable[Text | Reasoning]:
+        self._rest = self._rest.lstrip(SPACE)
+        if self._rest:
+            self._parse_state = self._text
+        return ()
+
+    def _text(self) -> Iterable[Text | Reasoning]:
+        text, self._rest = self._rest, ""
+        return [Text(text)]
