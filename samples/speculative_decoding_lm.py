@@ -20,9 +20,9 @@ def main():
     parser.error = lambda sentence: parser.exit(2, f"error: {sentence}\n")
     hints = {RuntimeError: " (try scripts/check_pair.py)", UnicodeDecodeError: " (standard input must be UTF-8)"}
     sys.excepthook = lambda kind, e, _: parser.error((str(e).strip() or repr(e)).splitlines()[-1] + hints.get(kind, ""))
-    for role, prefix in (("main", ""), ("draft", "draft-")):
+    for role, prefix, device in (("main", "", "CPU"), ("draft", "draft-", "")):
         parser.add_argument(role, help=f"folder of the {role} model (OpenVINO IR)")
-        parser.add_argument(f"--{prefix}device", default="CPU", help=f"device of the {role} model (default: CPU)")
+        parser.add_argument(f"--{prefix}device", default=device, help=f"(default: {device or 'as the main model'})")
         parser.add_argument(f"--{prefix}property", type=key_value, action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("prompt", help="prompt text; - reads it from standard input")
     parser.add_argument("-k", "--num-assistant-tokens", type=int, default=5, metavar="K", help="(default: 5)")
@@ -40,7 +40,7 @@ def main():
     text = "\n".join(token.decode(errors="ignore") for token in tokenizers[0].get_vocab())[:100_000]
     if len({str(tokenizer.encode(text).input_ids.data.tolist()) for tokenizer in tokenizers}) > 1:
         parser.error(f"the tokenizers of {args.main} and {args.draft} differ: use a draft with the same tokenizer.")
-    draft = openvino_genai.draft_model(args.draft, args.draft_device, **dict(args.draft_property))
+    draft = openvino_genai.draft_model(args.draft, args.draft_device or args.device, **dict(args.draft_property))
     pipe = openvino_genai.LLMPipeline(args.main, args.device, draft_model=draft, **dict(args.property))
     config = openvino_genai.GenerationConfig(num_assistant_tokens=k)  # greedy, whatever generation_config.json says
     config.max_new_tokens = args.max_new_tokens
@@ -50,7 +50,7 @@ def main():
     accepted, drafted = drafting.get_num_accepted_tokens(), drafting.get_num_draft_tokens()  # may lack the last draft
     rate = f"{accepted / drafted:.2f} ({accepted} of {drafted} draft tokens)" if accepted <= drafted > 0 else "unknown"
     print(f"\n\nnew tokens       {tokens} ({speed:.1f} tokens/s)\nacceptance rate  {rate}", file=sys.stderr)
-    print(f"devices          main on {args.device}, draft on {args.draft_device}", file=sys.stderr)
+    print(f"devices          main on {args.device}, draft on {args.draft_device or args.device}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+from speculative.cli.arguments import add_device_arguments
 from speculative.cli.parser import Parser
 from speculative.cli.processes import print_or_exit
 from speculative.error_text import one_line
@@ -48,8 +49,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = Parser(description=__doc__)
     parser.add_argument("main", type=folder, help="main model (IR folder)")
     parser.add_argument("draft", type=folder, help="draft model (IR folder)")
-    parser.add_argument("--device", default="CPU", help="device of the main model (default: CPU)")
-    parser.add_argument("--draft-device", default="CPU", help="device of the draft model (default: CPU)")
+    add_device_arguments(parser)
     parser.add_argument(
         "--text", type=text_of, metavar="FILE", help="compare two different tokenizers on this text (UTF-8)"
     )

@@ -23,6 +23,7 @@ from speculative import decoder
 from speculative.bench import genai
 from speculative.bench.result import EngineCheck, SmokeResult
 from speculative.cli.arguments import (
+    add_device_arguments,
     model_specs,
     positive_int,
     refuse_unusable,
@@ -51,8 +52,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "draft", type=Path, nargs="?", default=ROOT / "models/embedded/draft", help="draft model (IR folder)"
     )
-    parser.add_argument("--device", default="CPU", help="device of the main model (default: CPU)")
-    parser.add_argument("--draft-device", default="CPU", help="device of the draft model (default: CPU)")
+    add_device_arguments(parser)
     parser.add_argument(
         "-k", "--num-assistant-tokens", type=positive_int, default=4, metavar="K", help="draft length (default: 4)"
     )

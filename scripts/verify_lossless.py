@@ -54,6 +54,7 @@ from speculative.bench.lossless.verdicts import POWER, judge
 from speculative.bench.prompts import read_prompts
 from speculative.bench.result import LosslessEnvironment
 from speculative.cli.arguments import (
+    add_device_arguments,
     add_paths_argument,
     choose_paths,
     lengths,
@@ -102,8 +103,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     add_paths_argument(parser, PATHS)
     add_sample_arguments(parser)
-    parser.add_argument("--device", default="CPU", help="device of the main model (default: CPU)")
-    parser.add_argument("--draft-device", default="CPU", help="device of the draft model (default: CPU)")
+    add_device_arguments(parser)
     parser.add_argument(
         "--property",
         **PROPERTY,

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from speculative.cli.parser import DRAFT_DEVICE
 from speculative.cli.properties import PROPERTY
 from speculative.models.spec import ModelSpec
 from speculative.pair import devices
@@ -25,15 +26,20 @@ def add_pair_arguments(parser: argparse.ArgumentParser, without_draft: str = "")
         nargs="?" if without_draft else None,
         help="draft: a model or an EAGLE-3 head (IR folder)" + (without_draft and f"; without one, {without_draft}"),
     )
-    parser.add_argument("--device", default="CPU", help="device of the main model (default: CPU)")
-    parser.add_argument("--draft-device", default="CPU", help="device of the draft model (default: CPU)")
+    add_device_arguments(parser)
     parser.add_argument("--property", **PROPERTY, help="OpenVINO property for both models (repeatable)")
+
+
+def add_device_arguments(parser: argparse._ActionsContainer) -> None:
+    """The devices of main model and draft."""
+    parser.add_argument("--device", default="CPU", help="device of the main model (default: CPU)")
+    parser.add_argument("--draft-device", **DRAFT_DEVICE)
 
 
 def model_specs(arguments: argparse.Namespace, properties: dict | None = None) -> tuple[ModelSpec, ModelSpec | None]:
     """Main model and draft, if given, each on its device, both with `properties`, by default the --property."""
     properties = dict(arguments.property) if properties is None else properties
-    draft = arguments.draft and ModelSpec(arguments.draft, arguments.draft_device or arguments.device, properties)
+    draft = arguments.draft and ModelSpec(arguments.draft, arguments.draft_device, properties)
     return ModelSpec(arguments.main, arguments.device, properties), draft
 
 
@@ -103,7 +109,7 @@ def choose_paths(parser: argparse.ArgumentParser, arguments: argparse.Namespace,
 
 def require_draft_for(parser: argparse.ArgumentParser, arguments: argparse.Namespace, *options: str) -> None:
     """Exit with status 2 if one of these options of a draft is given without one."""
-    defaults = vars(parser.parse_args([str(arguments.main)]))
+    defaults = vars(parser.parse_args([str(arguments.main), "--device", arguments.device]))
     for option in options:
         name = option.strip("-").replace("-", "_")
         if not arguments.draft and vars(arguments)[name] != defaults[name]:
@@ -193,20 +199,20 @@ def refuse(reason: str) -> None:
 
 def refuse_in_native(arguments: argparse.Namespace) -> None:
     """Exit with status 2 if this project's engine cannot run the draft on the devices."""
-    devices = (arguments.device, arguments.draft_device or arguments.device)
+    devices = (arguments.device, arguments.draft_device)
     refuse(native_limit(arguments.draft, *devices) if arguments.draft else "")
 
 
 def limit_in_genai(arguments: argparse.Namespace) -> str:
     """Why GenAI's pipeline cannot run the draft on the devices; "" if it can, or there is none."""
-    devices = (arguments.device, arguments.draft_device or arguments.device)
+    devices = (arguments.device, arguments.draft_device)
     return genai_limit(arguments.main, arguments.draft, *devices) if arguments.draft else ""
 
 
 def refuse_missing_devices(arguments: argparse.Namespace) -> None:
     """Exit with status 2 if OpenVINO does not find a requested device."""
     properties = dict(getattr(arguments, "property", None) or ())
-    for device in dict.fromkeys(filter(None, (arguments.device, arguments.draft_device))):
+    for device in dict.fromkeys((arguments.device, arguments.draft_device)):
         try:
             devices.require(device, properties)
         except ValueError as error:

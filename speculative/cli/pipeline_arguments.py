@@ -16,7 +16,7 @@ import openvino
 import openvino_genai
 
 from speculative.cli.console import ALL_TOKENS, fail, say
-from speculative.cli.parser import Parser
+from speculative.cli.parser import DRAFT_DEVICE, Parser
 from speculative.cli.properties import PROPERTY
 from speculative.models.config import context_length, read_config
 from speculative.models.eagle3_graph import check_head, is_head
@@ -185,7 +185,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {  # those of `add_argument`
     },
     "prompt": {"help": "prompt text; - reads it from standard input (one trailing newline is removed)"},
     "--device": DEVICE,
-    "--draft-device": DEVICE,
+    "--draft-device": DRAFT_DEVICE,
     "--num-assistant-tokens": {
         "type": whole_number(1, MAX_DRAFT_LENGTH),
         "default": 5,

@@ -153,7 +153,15 @@ def test_engine_errors_are_one_sentence(run_here, tmp_path):
 
 def test_cache_smaller_than_context_limits_generation(run_here):
     npu = ["NPUW_DEVICES=CPU", ACCURACY, "MAX_PROMPT_LEN=64", "MIN_RESPONSE_LEN=32"]
-    options = ["--device", "NPU", "--draft-property", ACCURACY, *(f"--property={setting}" for setting in npu)]
+    options = [
+        "--device",
+        "NPU",
+        "--draft-device",
+        "CPU",
+        "--draft-property",
+        ACCURACY,
+        *(f"--property={setting}" for setting in npu),
+    ]
     done = run_here(SAMPLE, SMALL, DRAFT, PROMPT, "--seed", 0, "--temperature", 20, "-k", 4, *options)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"\d+ \(KV cache full\)", figures(done.stderr)["new tokens"])

@@ -27,7 +27,7 @@ def command(tuning: Session, setting: Setting, choice: TuningChoice) -> list[str
     for name, value in models.properties:
         options += ["--property", f"{name}={value}"]
     if setting.draft:
-        options += ["--draft-device", models.draft_device] if models.draft_device != "CPU" else []
+        options += ["--draft-device", models.draft_device] if models.draft_device != models.device else []
         if (models.draft_device, models.draft_properties) != (models.device, models.properties):
             for name, value in models.draft_properties:
                 options += ["--draft-property", f"{name}={value}"]
