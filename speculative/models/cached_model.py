@@ -11,7 +11,7 @@ import hashlib
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import openvino as ov
@@ -215,6 +215,17 @@ class CachedModel:
             raise CannotRollBack(self.backend.kind, difference, usual_noise)
 
 
+class TracelessCache(NamedTuple):
+    """A KV cache in which rejected tokens leave no traces."""
+
+    setting: tuple[str, str]  # the property and its value
+    name: str
+
+
+CPU_CACHE = TracelessCache(("KEY_CACHE_QUANT_MODE", "BY_TOKEN"), "keys quantised by token")
+GPU_CACHE = TracelessCache(("KV_CACHE_PRECISION", "f16"), "keys not quantised")
+
+
 def _probabilities(logits: np.ndarray) -> np.ndarray:
     """float64 [rows, V]"""
     e = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
@@ -239,10 +250,10 @@ def load(
     `capacity` is the longest sequence in tokens, by default the model's context length, at most 16,384. `stateful`
     selects the backend; by default paged attention (False) on CPU and GPU, stateful (True) elsewhere and, with a
     warning, on a GPU without paged attention. The NPU has its own backend, for up to 1,152 tokens unless `capacity` or
-    the properties MAX_PROMPT_LEN and MIN_RESPONSE_LEN raise it. If a CPU's default cache keeps traces of rejected
-    tokens beyond the model's own noise, keys are quantised by token and the model's `note` says so. `prepare` may
-    modify the graph before anything else does. Raises ValueError for a model that cannot be rolled back, RuntimeError
-    if OpenVINO cannot compile it.
+    the properties MAX_PROMPT_LEN and MIN_RESPONSE_LEN raise it. If the default cache keeps traces of rejected tokens
+    beyond the model's own noise, it gets another one and the model's `note` says so: keys quantised by token on a CPU,
+    f16 on a GPU. `prepare` may modify the graph before anything else does. Raises ValueError for a model that cannot be
+    rolled back, RuntimeError if OpenVINO cannot compile it.
     """
     spec = ModelSpec.of(model)
     graph = ov.Core().read_model(spec.folder / "openvino_model.xml")
@@ -275,7 +286,7 @@ def compile_graph(
         if stateful is None:
             stateful = _is_stateful_by_default(kind, known)
         if kind == "CPU":
-            return _rolled_back_on_cpu(with_states if stateful else paged, properties, text)
+            return _rolled_back(with_states if stateful else paged, properties, text, CPU_CACHE)
         if stateful:
             return CachedModel(with_states(properties), text)
         return _paged_or_with_states(device, paged, with_states, properties, text)
@@ -298,35 +309,38 @@ def _paged_or_with_states(
 ) -> CachedModel:
     """Load the model with paged attention, which a GPU driver may lack, else, with a warning, with states."""
     try:
-        return CachedModel(paged(properties), text)
+        return _rolled_back(paged, properties, text, GPU_CACHE)
     except (RuntimeError, ValueError) as error:  # another failure is raised again below
         warnings.warn(f"no paged attention on {device} ({_line(error)}): using the stateful cache", stacklevel=3)
         return CachedModel(with_states(properties), text)
 
 
-def _rolled_back_on_cpu(backend: Callable[[dict], Backend], properties: dict, text: np.ndarray | None) -> CachedModel:
-    """Load the model with a cache that can be rolled back.
+def _rolled_back(
+    backend: Callable[[dict], Backend], properties: dict, text: np.ndarray | None, cache: TracelessCache
+) -> CachedModel:
+    """Load the model with a cache that can be rolled back: the default one, or else `cache`.
 
-    A CPU's default cache quantises u8 keys by channel: tokens of a block share scales, in which rejected tokens leave
-    traces. Quantised by token they leave none, so a remaining difference is a fault of the model or the engine. The
-    caller's own properties are not changed.
+    The default caches of CPUs and GPUs quantise keys by channel: tokens of a block share scales, in which rejected
+    tokens leave traces. In `cache` they leave none, so a remaining difference is a fault of the model or the engine.
+    The caller's own properties are not changed.
     """
     try:
         return CachedModel(backend(properties), text)
     except CannotRollBack as error:  # the first model is freed before the second is compiled
         found = error
         found.__traceback__ = None
-    by_token = CachedModel(backend({**properties, "KEY_CACHE_QUANT_MODE": "BY_TOKEN"}), text)
+    setting = "=".join(cache.setting)
+    without_traces = CachedModel(backend({**properties, **dict([cache.setting])}), text)
     traces = (
         f"rejected tokens change the next-token distribution by {found.difference:.3f} (total variation), rounding "
         f"alone by {found.noise:.3f}"
     )
     if {"KEY_CACHE_QUANT_MODE", "KV_CACHE_PRECISION"} & properties.keys():
-        del by_token
-        note = f"as the properties say, although {traces}; with KEY_CACHE_QUANT_MODE=BY_TOKEN they leave no trace"
+        del without_traces
+        note = f"as the properties say, although {traces}; with {setting} they leave no trace"
         return CachedModel(backend(properties), note=note)
-    by_token.note = f"keys quantised by token (KEY_CACHE_QUANT_MODE=BY_TOKEN), because by channel {traces}"
-    return by_token
+    without_traces.note = f"{cache.name} ({setting}), because by channel {traces}"
+    return without_traces
 
 
 def _check_text(folder: Path) -> np.ndarray | None:

@@ -252,12 +252,16 @@ def _judge_cost(main: PairMember, draft: PairMember) -> Iterator[Finding]:
 
 
 def _precision(member: PairMember, core: ov.Core) -> ov.Type:
-    """The device's KV-cache precision: u8 by default on CPUs; f16 assumed if the device does not report it."""
+    """The device's KV-cache precision: u8 by default on CPUs. A GPU does not report its default, which is i8 for paged
+    attention; f16 is assumed for other devices."""
+    device = member.devices[0].name if member.devices else ""
     try:
-        precision = core.get_property(member.devices[0].name, "KV_CACHE_PRECISION") if member.devices else None
+        precision = core.get_property(device, "KV_CACHE_PRECISION") if device else None
     except RuntimeError:
         precision = None
-    return precision if isinstance(precision, ov.Type) and precision != ov.Type.dynamic else ov.Type.f16
+    if isinstance(precision, ov.Type) and precision != ov.Type.dynamic:
+        return precision
+    return ov.Type.i8 if device.startswith("GPU") else ov.Type.f16
 
 
 def _cache_bytes(member: PairMember, core: ov.Core) -> int:

@@ -385,6 +385,19 @@ def test_default_cache_with_rollback_traces_is_quantised_by_token(tmp_path):
     assert cached_model.load(MAIN, capacity=64).note == ""
 
 
+def test_default_cache_of_a_gpu_with_rollback_traces_is_not_quantised(tmp_path):
+    """On a CPU, as this machine may have no GPU."""
+    folder = save_llama_with_outlier_keys(tmp_path / "ir", 40)
+    graph = ov.Core().read_model(folder / "openvino_model.xml")
+
+    def paged(properties):
+        return PagedModel(graph.clone(), "CPU", properties, 64)
+
+    f32 = {"INFERENCE_PRECISION_HINT": "f32"}
+    model = cached_model._rolled_back(paged, f32, None, cached_model.GPU_CACHE)
+    assert model.note.startswith("keys not quantised (KV_CACHE_PRECISION=f16), because by channel rejected tokens")
+
+
 @pytest.mark.parametrize("own", [{"KEY_CACHE_QUANT_MODE": "BY_CHANNEL"}, {"KV_CACHE_PRECISION": "u8"}], ids=str)
 def test_user_cache_properties_are_kept(own, tmp_path, monkeypatch):
     folder = save_llama_with_outlier_keys(tmp_path / "ir", 40)
