@@ -31,7 +31,7 @@ from pathlib import Path
 
 from speculative.cli.parser import Parser
 from speculative.cli.processes import print_or_exit, utf8_output
-from speculative.convert import eagle3_source, gguf_source, group_size, optimum_cli, program, source
+from speculative.convert import eagle3_source, gguf_source, group_size, optimum_cli, program, source, thinking
 from speculative.convert.child import Child
 from speculative.convert.errors import ConvertError
 from speculative.convert.pair_folder import HALVES, PairFolder, folder_bytes
@@ -136,6 +136,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--main-args", default="", metavar="'...'", help="optimum-cli options for main alone: --main-args='--awq'")
     add("--draft-args", default="", metavar="'...'", help="optimum-cli options for the draft alone")
+    add(
+        "--no-thinking",
+        action="store_true",
+        help="change the chat template: the model then thinks only if a request sets enable_thinking (Qwen3, SmolLM3)",
+    )
     add("--for", dest="device", choices=["NPU"], help="add (and print) the options that this device needs")
     add("--revision", help="branch, tag or commit of MAIN on the hub")
     add("--draft-revision", help="branch, tag or commit of DRAFT on the hub")
@@ -299,6 +304,8 @@ def export_pair(options: argparse.Namespace) -> None:
 def check_sources(sources: dict[str, source.Source], options: argparse.Namespace) -> None:
     """Check what can be checked before hours of exporting."""
     main, draft = sources["main"], sources.get("draft")
+    if options.no_thinking and not main.wheel:
+        thinking.require(thinking.template_of(main), main.name)
     if not main.is_gguf and is_head(main.folder):
         raise ConvertError(f"{main.name} is an EAGLE-3 head, a draft for another model; give that model as MAIN", 2)
     if draft and not draft.is_gguf and is_head(draft.folder):
@@ -377,6 +384,8 @@ def request(half: str, model: source.Source, options: argparse.Namespace) -> dic
         half_request["content"] = source.content_hash(model.folder, model.gguf, subfolders=not model.is_ir)
     if not model.is_ir:
         half_request["arguments"] = half_arguments(half, options, model)
+    if options.no_thinking:
+        half_request["thinking"] = False
     return half_request
 
 
@@ -543,6 +552,8 @@ def make_half(
             start(run, folder.log(half), folder.temporary, options.verbose)
             optimum_cli.use_given_name(output / "openvino_config.json", path, model.name)
             command = optimum_cli.shown(folders)
+        if options.no_thinking:
+            thinking.disable(output, model.name, is_required=half == "main")
         record = {
             **half_request,
             "command": command,

@@ -19,7 +19,7 @@ from speculative.convert.work_folder import WorkFolder
 from speculative.pair.model_info import is_ir
 
 HALVES = ("main", "draft")
-SAME = ("source", "revision", "content", "arguments")  # a half is reused if these are equal
+SAME = ("source", "revision", "content", "arguments", "thinking")  # a half is reused if these are equal
 
 
 class Record(TypedDict):
@@ -166,7 +166,7 @@ def folder_bytes(folder: Path) -> int:
 
 def _matches(folder: Path, record: dict | None, expected: dict) -> bool:
     """Whether the folder is complete and was made from the requested source with the requested arguments."""
-    if not record or any(record.get(key) != expected[key] for key in SAME):
+    if not record or any(record.get(key) != expected.get(key) for key in SAME):
         return False
     return is_ir(folder) and folder_bytes(folder) == record.get("bytes")
 

@@ -15,6 +15,7 @@ from speculative import batch_decoder
 from tests.support.paths import DRAFT
 
 CORE = openvino.Core()  # it must live longer than the operations of tokenizers in a model
+HI = {"role": "user", "content": "Write code to count the words of a text."}
 # Qwen3's, shortened; with `opens`, the prompt opens the reasoning, as in that of DeepSeek-R1
 TEMPLATE = """{%- for message in messages %}{{ message.role ~ ': ' }}
 {%- if message.reasoning_content %}{{ '<think>' ~ message.reasoning_content ~ '</think>' }}{% endif %}
@@ -26,13 +27,13 @@ TEMPLATE = """{%- for message in messages %}{{ message.role ~ ': ' }}
 def save_thinking_model(folder: Path, messages: list[dict]) -> Path:
     """Save the model in `folder`. Its greedy answer to `messages` begins with <think>, and soon has a </think>; that to
     a prompt that opens the reasoning has a </think>."""
-    _save(folder / "plain", {})
+    save_model(folder / "plain")
     decoder = batch_decoder.load(folder / "plain")
     first, *answer = _greedy_answer(decoder, messages, opens=False)
     prompt = decoder.encode(messages).tolist()
     usual = set(_greedy_answer(decoder, messages, opens=True)[2:]) - {first, *prompt}
     end = next(token for i, token in enumerate(answer) if i > 3 and token in usual)
-    return _save(folder / "main", {first: "<think>", end: "</think>"})
+    return save_model(folder / "main", {first: "<think>", end: "</think>"})
 
 
 def _greedy_answer(decoder: batch_decoder.BatchDecoder, messages: list[dict], **variables: bool) -> list[int]:
@@ -46,8 +47,8 @@ def _greedy_answer(decoder: batch_decoder.BatchDecoder, messages: list[dict], **
     return request.result.tokens
 
 
-def _save(folder: Path, spellings: dict[int, str]) -> Path:
-    """Save the model in `folder`, with these spellings of token ids."""
+def save_model(folder: Path, spellings: dict[int, str] | None = None) -> Path:
+    """Save the model in `folder`, with these spellings of token ids; by default the usual ones."""
     shutil.copytree(DRAFT, folder)
     tokenizer, detokenizer = folder / "openvino_tokenizer.xml", folder / "openvino_detokenizer.xml"
     without = re.sub('<\\w*chat_template value="[^"]*" ?/>', "", tokenizer.read_text(encoding="utf-8"))
@@ -57,7 +58,7 @@ def _save(folder: Path, spellings: dict[int, str]) -> Path:
     model = CORE.read_model(DRAFT / detokenizer.name)
     (decoder,) = [op for op in model.get_ops() if op.get_type_name() == "VocabDecoder"]
     begins, ends, characters = (decoder.input_value(i).get_node().data.copy() for i in (1, 2, 3))
-    for token, text in spellings.items():
+    for token, text in (spellings or {}).items():
         begins[token], ends[token] = len(characters), len(characters) + len(text)
         characters = np.concatenate([characters, np.frombuffer(text.encode(), np.uint8)])
     for i, values in enumerate((begins, ends, characters), 1):
