@@ -14,7 +14,7 @@ from speculative.convert.source import Source
 from speculative.models import gguf_file
 from speculative.models.config import read_config, rope_theta, text_config
 
-ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
 SPECULATORS = "Eagle3Speculator"
 UNSUPPORTED = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # optimum-intel ignores them
 REQUIRED = {  # the tensors that optimum-intel loads, and starts at random if they are missing

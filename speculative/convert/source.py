@@ -183,7 +183,8 @@ def _download(repository: str, revision: str | None) -> Path:
         from huggingface_hub import errors
     except ImportError:
         raise ConvertError(
-            f"downloading {repository} needs huggingface_hub; install it with: pip install -r requirements-export.txt"
+            f"downloading {repository} needs huggingface_hub; install it with: pip install huggingface_hub, or, to "
+            "convert a checkpoint, with: pip install -r requirements-export.txt"
         ) from None
 
     version_text = f" at {revision}" if revision else ""

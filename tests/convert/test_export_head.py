@@ -82,6 +82,12 @@ def succeeded(status):
     assert status == 0
 
 
+def test_head_that_names_the_architecture_of_its_main_model_is_recognised(checkpoints, tmp_path):
+    """As the EAGLE-3 paper's authors published theirs."""
+    head = open_source(str(changed(checkpoints, tmp_path / "head", architectures=["LlamaForCausalLM"])), None)
+    assert head.is_head and eagle3_source.head_config(head)["architectures"] == ["LlamaForCausalLMEagle3"]
+
+
 @pytest.mark.parametrize("shard_size", [1 << 30, 1 << 15])
 def test_speculators_head_is_converted_to_eagle_format(shard_size, checkpoints, tmp_path):
     config = json.loads((checkpoints / "head/config.json").read_text(encoding="utf-8"))

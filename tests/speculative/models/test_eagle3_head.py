@@ -4,6 +4,7 @@ Sampling is lossless whatever a head drafts (tests/speculative/sampling/test_los
 state causes no error and costs acceptance only. So each draft distribution is compared, and planted bugs must show.
 """
 
+import json
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -224,8 +225,13 @@ def test_draft_vocabulary_may_have_any_order(folders, head, tmp_path, monkeypatc
 def test_load_recognises_a_head(folders, tmp_path, monkeypatch):
     main, draft = folders
     assert is_head(draft) and not is_head(main)
-    (tmp_path / "config.json").write_text('{"architectures": ["Eagle3LlamaForCausalLM"]}')
-    assert is_head(tmp_path)
+    for config, expected in (
+        ({"architectures": ["Eagle3LlamaForCausalLM"]}, True),
+        ({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "draft_vocab_size": 32000}, True),
+        ({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}, False),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert is_head(tmp_path) == expected
     monkeypatch.setattr("openvino_genai.Tokenizer", lambda folder: None)
     monkeypatch.setattr("speculative.decoder.stop_ids_of", lambda *_: frozenset())
     decoder = load(ModelSpec(main, "CPU", EXACT), draft, capacity=64)
