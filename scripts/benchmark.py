@@ -550,8 +550,10 @@ def formatted(value: float | None, form: str) -> str:
 
 def compared(fact: Ratio) -> str:
     rounds_, prompts = fact["range"], fact["interval"]
-    over_prompts = f"over {fact['prompts']} prompts {prompts[0]:.2f}-{prompts[1]:.2f}" if prompts else "of few prompts"
-    return f"{fact['what']}: {fact['ratio']:.2f} (over rounds {rounds_[0]:.2f}-{rounds_[1]:.2f}, {over_prompts})"
+    interval = (
+        f"95 % interval over {fact['prompts']} prompts {prompts[0]:.2f}-{prompts[1]:.2f}" if prompts else "few prompts"
+    )
+    return f"{fact['what']}: {fact['ratio']:.2f} (rounds {rounds_[0]:.2f}-{rounds_[1]:.2f}, {interval})"
 
 
 # ---- the program ----------------------------------------------------------------------------------------------------

@@ -76,11 +76,11 @@ def verdict(facts: list[Ratio], starts: int) -> list[str]:
     compared = [fact for fact in facts if fact.get("where")]
     if not compared:
         return []
-    kinds: dict[str, list[str]] = {"faster": [], "level": [], "slower": []}
+    kinds: dict[str, list[str]] = {"faster": [], "no difference shown": [], "slower": []}
     for fact in compared:
         bounds = [*fact["range"], *(fact["interval"] or [0, math.inf])]  # of a single prompt, no engine is known faster
-        least, most = round(min(bounds), 2), round(max(bounds), 2)  # as printed: 0.998 is level
-        kind = "faster" if least > 1 else "slower" if most < 1 else "level"
+        least, most = round(min(bounds), 2), round(max(bounds), 2)  # as printed: 0.998 is no difference
+        kind = "faster" if least > 1 else "slower" if most < 1 else "no difference shown"
         kinds[kind].append(f"{fact['where']} {fact['ratio']:.2f}x")
     by_outcome = "; ".join(f"{kind}: {', '.join(where)}" for kind, where in kinds.items() if where)
     lines = [f"Our engine relative to GenAI's pipeline, tokens/s on identical texts: {by_outcome}."]

@@ -328,7 +328,7 @@ class BatchDraftLength:
         num_requests, gained, worth, taken = self._totals
         if self._all.judged + self._matches.judged and num_requests:
             outcome += f", {gained / num_requests:.2f} tokens per request and forward pass"
-            outcome += f", speedup {worth / taken:.2f}x over plain decoding"
+            outcome += f", estimated speedup {worth / taken:.2f}x over plain decoding"
         return outcome
 
 

@@ -25,6 +25,7 @@ Confidence = Callable[[], float]
 """The draft's confidence in its last token, from 0 to 1; computed when called."""
 
 LONGEST = 16  # most draft tokens per iteration, for adaptive policies
+FEWEST_JUDGED = 20  # draft tokens, for an estimate of the speedup
 FASTER = 1.06  # a forward pass over one token that takes this many times as long as one over more is padded to it
 LONG_PASS = 0.004  # seconds of a plain forward pass from which leaves gain more time than it takes to choose them
 SAME = 1.02  # forward passes whose times differ by less count as equally fast
@@ -425,7 +426,8 @@ class AdaptiveDraftLength(DraftLengthPolicy):
 def describe_outcome(
     judged: int, accepted: int, iterations: int, seconds: float, plain_seconds: float, leaves: int = 0
 ) -> str:
-    """The measured acceptance, tokens per forward pass and speedup over plain decoding, in a few words.
+    """The measured acceptance, tokens per forward pass and, after FEWEST_JUDGED draft tokens, speedup over plain
+    decoding, in a few words.
 
     `judged` are the draft tokens up to the first rejected one of each iteration, `accepted` the accepted ones, and
     `leaves` those of draft trees. All iterations took `seconds`, a plain one takes `plain_seconds`.
@@ -436,6 +438,6 @@ def describe_outcome(
     tokens = iterations + accepted + leaves
     leaf_share = f" ({leaves / iterations:.2f} by leaves of the draft tree)" if leaves else ""
     outcome = f"{acceptance}, {tokens / iterations:.2f} tokens per forward pass{leaf_share}"
-    if not seconds:  # of the first pass after a prompt, without the change of its size
+    if not seconds or judged < FEWEST_JUDGED:  # no time: the first pass after a prompt, without the change of its size
         return outcome
-    return f"{outcome}, speedup {tokens * plain_seconds / seconds:.2f}x over plain decoding"
+    return f"{outcome}, estimated speedup {tokens * plain_seconds / seconds:.2f}x over plain decoding"

@@ -51,15 +51,16 @@ def read(model: ov.Model) -> Weights:
 
 
 def read_pair(main: Path, draft: Path) -> tuple[Weights, Weights]:
-    """Summaries of two IR folders, as both run together: the layer `fc` of an EAGLE-3 draft counts as the main model's,
-    whose forward passes include it."""
+    """Summaries of two IR folders. The bytes read per step are those of both together: the layer `fc` of an EAGLE-3
+    draft counts as the main model's, whose forward passes include it."""
     core = ov.Core()
     graph = core.read_model(main / "openvino_model.xml")
     if not is_head(draft):
         return read(graph), read(core.read_model(draft / "openvino_model.xml"))
     head = HeadGraph(draft)
+    own = read(head.model)
     head.attach(graph)
-    return read(graph), read(head.model)
+    return read(graph), own._replace(bytes_per_step=read(head.model).bytes_per_step)
 
 
 def _uses(node: ov.Node) -> set[str]:

@@ -60,7 +60,7 @@ def test_draft_gets_no_credit_for_a_faster_engine():
 
 def test_ratio_of_few_prompts_has_no_interval():
     fact = {"what": "ours / GenAI", "ratio": 1.1, "range": [1.0, 1.2], "interval": None, "prompts": 2}
-    assert benchmark.compared(fact) == "ours / GenAI: 1.10 (over rounds 1.00-1.20, of few prompts)"
+    assert benchmark.compared(fact) == "ours / GenAI: 1.10 (rounds 1.00-1.20, few prompts)"
 
 
 @pytest.mark.posix("POSIX signals")

@@ -52,6 +52,12 @@ def gains(tuning: Session, measured: list[Figures], choice: TuningChoice, is_rem
             "tokens per main-model forward pass can explain: the machine's speed changed during the measurement. Tune "
             "again when it is idle, or with more --minutes."
         )
+    other = max(choice.of_engine.values(), key=lambda one: one.speedup)
+    if is_remeasured and other.speedup > best.speedup:
+        lines.append(
+            f"{other.setting} was faster in the new rounds ({other.speedup:.2f}x), but the rounds before them decided: "
+            "give more --minutes to compare both."
+        )
     return lines
 
 

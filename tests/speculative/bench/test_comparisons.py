@@ -62,7 +62,7 @@ def test_single_token_output_is_left_out_of_the_interval():
     fact = ratio("x", method([one, run_of(1), run_of(2)]), method([one, run_of(2), run_of(2)]))
     low, high = fact["interval"]
     assert 0 < low < 1 and 2 < high < math.inf and low * high == pytest.approx((4 / 3) ** 2)
-    assert verdict([{**fact, "where": "alone"}], 2)[0].count("level")
+    assert verdict([{**fact, "where": "alone"}], 2)[0].count("no difference shown")
     assert ratio("x", method([one, run_of(1)]), method([one, run_of(2)]))["interval"] is None
 
 
@@ -90,13 +90,13 @@ def test_differing_texts_are_compared_separately():
     ("range_", "interval", "words"),
     [
         ([1.02, 1.05], [1.01, 1.06], "faster: alone"),
-        ([1.02, 1.05], [0.99, 1.06], "level: alone"),
-        ([0.98, 1.05], [1.01, 1.06], "level: alone"),
+        ([1.02, 1.05], [0.99, 1.06], "no difference shown: alone"),
+        ([0.98, 1.05], [1.01, 1.06], "no difference shown: alone"),
         ([0.90, 0.98], [0.91, 0.99], "slower: alone"),
-        ([0.97, 0.998], [0.98, 0.999], "level: alone"),
-        ([1.001, 1.02], [1.002, 1.03], "level: alone"),
-        ([1.02, 1.05], None, "level: alone"),
-        ([0.90, 0.98], None, "level: alone"),
+        ([0.97, 0.998], [0.98, 0.999], "no difference shown: alone"),
+        ([1.001, 1.02], [1.002, 1.03], "no difference shown: alone"),
+        ([1.02, 1.05], None, "no difference shown: alone"),
+        ([0.90, 0.98], None, "no difference shown: alone"),
     ],
 )
 def test_verdict_names_the_faster_engine(range_, interval, words):
