@@ -1,6 +1,6 @@
 """Suffix decoding: draft tokens are copied from the prompt and the output so far, with an adaptive draft length.
 
-    python samples/suffix_decoding_lm.py models/embedded/main "class Point:"
+    python samples/suffix_decoding_lm.py models/embedded/main - < samples/repetitive_prompt.txt
 
 Like prompt lookup (`prompt_lookup_decoding_lm.py`), but with this project's engine: it copies the continuation of the
 longest match, decodes plainly where copying would cost time, and is lossless when sampling (--temperature), too.
