@@ -25,6 +25,7 @@ from speculative.cli.program import exit_on, prepare_output
 
 import argparse
 import os
+import secrets
 import signal
 import sys
 from collections.abc import Sequence
@@ -50,13 +51,15 @@ from speculative.bench.load.processor_time import Meter
 from speculative.bench.load.server import StartedServer
 from speculative.bench.prompts import Prompt, read_prompts, shown_name, token_ids
 from speculative.bench.result import LoadRow
-from speculative.cli.arguments import positive_int, refuse_in_native, refuse_unsound
+from speculative.cli.arguments import add_device_arguments, positive_int, refuse_in_native, refuse_unsound
 from speculative.cli.parser import Parser
 from speculative.cli.processes import ctrl_c_raises, ctrl_c_waits
 from speculative.cli.properties import PROPERTY
 from speculative.models.cores import usable_cores
+from speculative.serving.settings import Limits, Pair
 
 NUMBER_TOKENS = 16  # maximum length of the number before a prompt
+RUN = secrets.randbelow(10**6)  # number of this run
 DRAFT, ALONE = "with draft", "main model alone"
 CONSTRAINED = ", JSON schema"  # at the end of a method's name
 
@@ -74,8 +77,7 @@ def parse_arguments() -> argparse.Namespace:
         metavar="TOKENS",
         help="with --suffix-decoding: also copy from past answers, of which TOKENS tokens are kept (default: none)",
     )
-    parser.add_argument("--device", default="CPU", help="device of the main model (default: CPU)")
-    parser.add_argument("--draft-device", default="CPU", help="device of the draft model (default: CPU)")
+    add_device_arguments(parser)
     parser.add_argument("--property", **PROPERTY, help="OpenVINO property for both models (repeatable)")
     parser.add_argument(
         "--replicas",
@@ -105,6 +107,9 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--suffix-decoding is for servers that this program starts: leave out --url")
     if arguments.replicas > 1 and arguments.url:
         parser.error("--replicas is for servers that this program starts: leave out --url")
+    for url in filter(None, (arguments.url, arguments.baseline_url)):
+        if not url.startswith(("http://", "https://")):
+            parser.error(f"{url} is not a URL: give it like http://127.0.0.1:8000/v1")
     if arguments.url and (arguments.device != "CPU" or arguments.draft_device != "CPU" or arguments.property):
         parser.error("devices and properties are those of servers that this program starts: leave out --url")
     if arguments.past_answers and not arguments.suffix_decoding:
@@ -141,12 +146,14 @@ def endpoints(arguments: argparse.Namespace, stack: ExitStack) -> tuple[dict[str
     else:
         options = ["--device", arguments.device, "--draft-device", arguments.draft_device]
         options += [part for key, value in arguments.property for part in ("--property", f"{key}={value}")]
-        options += [
-            "--max-num-seqs",
-            str(max(arguments.max_concurrency)),
-            "--max-queue",
-            str(max(arguments.max_concurrency)),
-        ]
+        clients = max(arguments.max_concurrency)
+        for option, value in (
+            ("--max-num-seqs", clients),
+            ("--max-queue", clients),
+            ("--max-output-tokens", max(arguments.max_new_tokens, Limits.max_output_tokens)),
+            ("--cache-tokens", max(clients * arguments.longest, Pair.cache_tokens)),
+        ):
+            options += [option, value]
         if arguments.replicas > 1:
             options += ["--replicas", arguments.replicas, "--num-cpus", threads_of(arguments)]
         draft = [arguments.draft] if arguments.draft else []
@@ -169,10 +176,11 @@ def loads(name: str, server: Target, prompts: list[Prompt], settings: dict, mete
     """The methods to measure on a server: any answers, and answers that follow the prompts' JSON schemas. `meter` reads
     the processor time of all servers."""
     texts, schemas = [prompt.text for prompt in prompts], [prompt.json_schema for prompt in prompts]
+    earlier = RUN * PROMPTS_PER_RUN  # numbers: a running server may still cache the prompts of earlier runs
 
     def run(clients: int, seconds: float, first: int, schemas: Sequence[str] = ()) -> Span:
         before = meter and meter.read()
-        span = closed_loop(server, clients, seconds, texts, settings, first, schemas)
+        span = closed_loop(server, clients, seconds, texts, settings, earlier + first, schemas)
         return span._replace(processor_time=meter.since(before, span)) if meter else span
 
     def constrained(clients: int, seconds: float, first: int) -> Span:  # other numbers: the server caches prompts
@@ -238,9 +246,22 @@ def measure(arguments: argparse.Namespace, prompts: list[Prompt]) -> Measured:
         latency = round_trip(servers[served[0]], [prompt.text for prompt in prompts]) if started else None
         with BackgroundLoad() as other:
             complete = take_turns(methods, arguments.max_concurrency, arguments.seconds, arguments.rounds)
+        refuse_without_answers(methods)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # keep the rounds while the servers stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # and do not interrupt the output
     return Measured(methods, servers, latency, other, complete)
+
+
+def refuse_without_answers(methods: list[Load]) -> None:
+    """Raise RuntimeError if a method has no answer, or none whose tokens the server has counted."""
+    for method in methods:
+        records = [record for spans in method.rounds.values() for span in spans for record in span.answers]
+        answered = [record for record in records if record.outcome == "answered"]
+        if not answered:
+            error = next((record.error for record in records if record.error), "requests were cut off or lost")
+            raise RuntimeError(f"no request was answered ({method.name}): {error}")
+        if not any(record.tokens for record in answered):
+            raise RuntimeError(f"the server counts no tokens ({method.name}): its streams have no usage")
 
 
 def result_of(arguments: argparse.Namespace, prompts: list[Prompt], measured: Measured) -> dict:
@@ -285,7 +306,8 @@ def main() -> int:
         if arguments.main:
             refuse_unsound(arguments.main, arguments.draft)
             refuse_in_native(arguments)
-            token_ids(prompts, arguments.main, arguments.max_new_tokens + NUMBER_TOKENS)
+            room = arguments.max_new_tokens + NUMBER_TOKENS
+            arguments.longest = room + max(map(len, token_ids(prompts, arguments.main, room)))
     with exit_on(RuntimeError, ValueError):
         measured = measure(arguments, prompts)
     result = result_of(arguments, prompts, measured)

@@ -56,6 +56,7 @@ from speculative.bench.load.batch_methods import CACHE_TOKENS, Prompts
 from speculative.bench.prompts import read_prompts, token_ids
 from speculative.bench.result import Drawn
 from speculative.cli.arguments import (
+    add_device_arguments,
     add_huge_pages_argument,
     add_prompt_arguments,
     model_specs,
@@ -104,6 +105,7 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--trace has the lengths: leave out --prompt-tokens and --output-tokens")
     measuring = ("device", "draft_device", "property", "prompts", "max_prompts", "huge_pages")
     given = {name: getattr(arguments, name) != parser.get_default(name) for name in (*measuring, "replicas", "think")}
+    given["draft_device"] = arguments.draft_device != arguments.device  # the default
     if arguments.costs and (unused := [name for name in measuring if given[name]]):
         option = f"--{unused[0].replace('_', '-')}"
         parser.error(f"{option} is for measuring costs: leave it out with --costs, which were measured before")
@@ -134,8 +136,7 @@ def _add_costs_arguments(group: argparse._ArgumentGroup) -> None:
         "there (default: these have their own)",
     )
     group.add_argument("--save-costs", type=output_file, metavar="FILE", help="write the costs to FILE")
-    group.add_argument("--device", default="CPU", help="device of the main model (default: CPU)")
-    group.add_argument("--draft-device", default="CPU", help="device of the draft model (default: CPU)")
+    add_device_arguments(group)
     group.add_argument("--property", **PROPERTY, help="OpenVINO property for both models (repeatable)")
     add_huge_pages_argument(group)
     add_prompt_arguments(group, max_prompts=20)
@@ -236,7 +237,7 @@ def _add_goals_arguments(group: argparse._ArgumentGroup) -> None:
         help="the less loaded of two random replicas, or the one with the longest cached prefix (default: balanced)",
     )
     group.add_argument(
-        "--replicas", type=positive_int, default=1, metavar="N", help="replicas of the server in --against (default: 1)"
+        "--replicas", type=positive_int, metavar="N", help="replicas of the server in --against (default: its own)"
     )
 
 
@@ -381,6 +382,21 @@ def plans_of(arguments: argparse.Namespace, planner: Planner, all_settings: list
     return [planner.plan(rate, settings) for rate in rates for settings in all_settings]
 
 
+def refuse_other_loads(loads: list[Drawn], measured: Drawn, replicas: int | None) -> int:
+    """The number of replicas of the servers in load benchmarks. Raises ValueError if it is not `replicas`, or if the
+    models are not those whose costs were `measured`."""
+    for load in loads:
+        facts = load.get("environment", {})
+        for name in ("main", "draft"):
+            of_costs, of_load = (str(one.get(name) or "") for one in (measured, facts))
+            if of_costs and of_load and Path(of_costs).parts[-2:] != Path(of_load).parts[-2:]:  # wherever they were
+                raise ValueError(f"the costs are those of {of_costs}, but the load was measured with {of_load}")
+        found = facts.get("replicas", 1)
+        if replicas not in (None, found):
+            raise ValueError(f"--replicas is {replicas}, but the load was measured with {found}: omit it")
+    return loads[0].get("environment", {}).get("replicas", 1)
+
+
 def result_of(
     arguments: argparse.Namespace, planner: Planner, plans: list[Plan], drafting: list, checks: list, measured: Drawn
 ) -> dict:
@@ -446,10 +462,10 @@ def main() -> int:
         plans = plans_of(arguments, planner, all_settings)
         drafting = planner.drafting(all_settings[-1]) if costs.draft and plans else []
         with exit_on(ValueError, status=2):
-            measured_loads = arguments.against
-            checks = (
-                planner.compare_with(measured_loads, all_settings[-1], arguments.replicas) if measured_loads else []
-            )
+            checks = []
+            if arguments.against:
+                replicas = refuse_other_loads(arguments.against, measured, arguments.replicas)
+                checks = planner.compare_with(arguments.against, all_settings[-1], replicas)
     result = result_of(arguments, planner, plans, drafting, checks, measured)
     shown = [plans_table(plans, goals), drafting_table(drafting), checks_table(checks), "\n".join(result["summary"])]
     write_outputs(arguments, result, "\n\n".join(filter(None, shown)))

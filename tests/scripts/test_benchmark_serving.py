@@ -1,6 +1,7 @@
 """benchmark_serving.py as users run it; the counts and summaries of the load benchmarks."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -76,12 +77,36 @@ def test_json_schema_requests_are_measured_separately(tmp_path):
         ([MAIN, DRAFT, "--prompts", STRUCTURED], 2, "add --chat"),
         ([MAIN, DRAFT, "--max-new-tokens", "5000"], 2, "5,0"),
         (["--url", "http://127.0.0.1:1/v1"], 1, "127.0.0.1:1"),
+        (["--url", "127.0.0.1:8000/v1"], 2, "is not a URL"),
     ],
 )
 def test_bad_input_gives_one_sentence_error(run_here, arguments, status, word):
     process = run_here(SERVING, *arguments)
     assert process.returncode == status, process.stderr
     assert word in process.stderr and "Traceback" not in process.stderr and process.stdout == ""
+
+
+def test_refused_requests_are_an_error(run_here):
+    """Of a server that answers nothing, there is nothing to report."""
+    with Api(batch_decoder.load(DRAFT), max_output_tokens=5) as api:
+        command = ["--url", api.url, "--max-concurrency", "1", "--seconds", "0.2", "--rounds", "1"]
+        process = run_here(SERVING, *command, "--max-new-tokens", "12")
+        assert process.returncode == 1 and process.stdout == ""
+        assert "no request was answered (with draft): max_tokens is 12, but at most 5 are allowed" in process.stderr
+        for _ in range(2):  # no run gets prompts that the server has kept from an earlier one
+            process = run_here(SERVING, *command, "--max-new-tokens", "4")
+            assert process.returncode == 0, process.stderr
+        assert api.engine.cached_tokens < 0.1 * api.engine.prompt_tokens
+
+
+def test_started_servers_need_no_key_of_the_user(tmp_path):
+    arguments = [DRAFT, "--suffix-decoding", "--max-new-tokens", 4, "--max-concurrency", 1, "--seconds", 0.1]
+    process = subprocess.run(
+        [sys.executable, *map(str, [SERVING, *arguments, "--rounds", 1])], cwd=ROOT, capture_output=True,
+        encoding="utf-8", timeout=300, env={**os.environ, "PYTHONPATH": AS_SERVED, "SPECULATIVE_API_KEY": "secret"},
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    assert all(one["answered"] == one["requests"] > 0 for one in json.loads(process.stdout.splitlines()[-1])["rows"])
 
 
 def test_server_start_failure_gives_one_sentence_error(run):
@@ -100,6 +125,7 @@ USAGE = (
     b'{"accepted_prediction_tokens": 1, "rejected_prediction_tokens": 4}}}\n\n'
 )
 DONE, FAILED = b"data: [DONE]\n\n", b'data: {"error": {"message": "Decoding failed."}}\n\n'
+WHOLE = (PIECE, STOP, USAGE, DONE)
 FULL = b'{"error": {"message": "The queue is full."}}'
 
 
@@ -108,7 +134,11 @@ def chunks(*parts):
 
 
 ANSWERS = {
-    "whole": (HEAD + chunks(PIECE, STOP, USAGE, DONE, b""), "answered"),
+    "whole": (HEAD + chunks(*WHOLE, b""), "answered"),
+    "no space after the names of fields": (
+        HEAD + chunks(*(part.replace(b": ", b":", 1) for part in WHOLE), b""),
+        "answered",
+    ),
     "an error in the stream": (HEAD + chunks(PIECE, FAILED, b""), "refused"),
     "full queue": (b"HTTP/1.1 429 No\r\nRetry-After: 3\r\nContent-Length: %d\r\n\r\n%s" % (len(FULL), FULL), "refused"),
     "error without JSON": (b"HTTP/1.1 500 No\r\nContent-Length: 4\r\n\r\nOops", "cut off"),

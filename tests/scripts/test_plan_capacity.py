@@ -30,7 +30,7 @@ def as_result(process):
 
 @pytest.fixture
 def costs(tmp_path):
-    COSTS.save(tmp_path / "costs.json", {"max_new_tokens": 16})
+    COSTS.save(tmp_path / "costs.json", {"max_new_tokens": 16, "main": str(MAIN)})
     return tmp_path / "costs.json"
 
 
@@ -185,6 +185,8 @@ def test_output_length_is_max_new_tokens(run_here, costs):
         (["COSTS", "--against", "README.md"], "load benchmark"),
         (["COSTS", "--against", "OTHER"], "benchmark_serving.py"),
         (["COSTS", "--against", "docs/capacity/embedded-batching-0.json", "README.json"], "other loads"),
+        (["COSTS", "--against", "docs/capacity/smollm2-batching-0.json"], "was measured with models/smollm2-135m/main"),
+        (["COSTS", "--against", "docs/capacity/embedded-batching-0.json", "--replicas", "2"], "with 1: omit it"),
         (["UNKNOWN", "--rate", "1"], "no draft token was judged"),
         (["COSTS", "--rate", "1", "--server", "OTHER"], "processor times"),
         (["COSTS", "--rate", "1", "--server", "no/such.json"], "no/such.json"),

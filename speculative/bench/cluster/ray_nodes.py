@@ -109,7 +109,7 @@ class Machine:
             try:
                 return ray.get(method(*arguments), timeout=timeout + EXTRA_ANSWER_SECONDS)
             except (ray.exceptions.RayError, ConnectionError) as error:
-                raise NodeLost(f"machine {self.name} was lost ({one_line(error)[:200]})") from None
+                raise NodeLost(f"machine {self.name} was lost ({_reason(error)})") from None
 
 
 # ---- the cluster ----------------------------------------------------------------------------------------------------
@@ -145,6 +145,11 @@ def connect(address: str, folders: list[Path], note: Callable[[str], None]) -> I
                     ray.kill(actor)
             with contextlib.suppress(Exception):
                 ray.shutdown()
+
+
+def _reason(error: Exception) -> str:
+    """Why a call failed: of an error in Ray's actor, which is a traceback, its cause."""
+    return one_line(getattr(error, "cause", None) or error)[:200]
 
 
 def _join(ray: ModuleType, address: str) -> None:
@@ -186,7 +191,7 @@ def _machines(ray: ModuleType, actors: list, note: Callable[[str], None]) -> lis
                 raise TimeoutError(f"its CPUs or devices were in use by other work for {WAIT_SECONDS} seconds")
             facts = ray.get(facts_call)
         except (ray.exceptions.RayError, TimeoutError) as error:
-            note(f"machine {machine.name} is skipped: {one_line(error)[:200]}")
+            note(f"machine {machine.name} is skipped: {_reason(error)}")
             continue
         machine.cores = facts["cores"]
         machine.alone = locks.setdefault(facts["computer"], threading.Lock())

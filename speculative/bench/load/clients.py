@@ -77,7 +77,8 @@ def ask(
         if response.status == 200:
             _read_events(response, answer, piece)
         else:
-            answer.retry_after = float(response.getheader("Retry-After") or 0)
+            wait = response.getheader("Retry-After") or ""
+            answer.retry_after = float(wait) if wait.isdecimal() else 0.0  # otherwise a date
             answer.error = _message(json.loads(response.read()))
     except TimeoutError:
         pass  # lost
@@ -91,9 +92,10 @@ def ask(
 
 def _read_events(response: http.client.HTTPResponse, answer: RequestRecord, piece: Callable[[str], None]) -> None:
     for line in _lines(response):
-        name, _, data = line.strip().partition(b": ")
+        name, _, data = line.strip().partition(b":")
         if name != b"data":
             continue
+        data = data.lstrip()
         if data == b"[DONE]":
             answer.is_complete = True
             response.read()

@@ -9,6 +9,7 @@ finally:
 
 import collections
 import contextlib
+import os
 import random
 import socket
 import subprocess
@@ -21,8 +22,9 @@ from speculative.cli.processes import kill_group, own_group
 
 SERVE_PAIR = Path(__file__).resolve().parents[3] / "samples/serve/serve_pair.py"
 READY = "ready: "  # then the URL, on a line of its standard error
-START = 180.0  # seconds to become ready
+START = 1800.0  # seconds to load the models: a process that ends is noticed at once
 END = 60.0  # seconds to finish accepted requests and stop its processes
+NOT_PASSED_ON = ("SPECULATIVE_API_KEY", "OTEL_")  # variables for a server that serves others
 MAX_MESSAGE = 300  # characters shown of its last message
 
 
@@ -39,6 +41,7 @@ class StartedServer:
             stderr=subprocess.PIPE,
             encoding="utf-8",
             errors="replace",
+            env={name: value for name, value in os.environ.items() if not name.startswith(NOT_PASSED_ON)},
             **own_group(),  # Ctrl-C must reach only this program
         )
         self._url = ""
