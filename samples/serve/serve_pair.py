@@ -57,7 +57,7 @@ def serve(settings):
     from speculative.serving.ray_serve import application, ray_runtime  # they import Ray, which takes seconds
 
     if lacking := ray_runtime.lacking(settings.replicas, settings.resources_per_replica):
-        console.fail(f"the replicas need {lacking}: request less, or give Ray more.", status=1)
+        console.fail(f"a replica needs {lacking}: request less, or give Ray more.", status=1)
     try:
         run(settings, application)
     except ray_runtime.HeadLost:
@@ -83,7 +83,11 @@ def run(settings, application):
         ray_runtime.wait_until_lost()
     except (KeyboardInterrupt, Terminated):
         console.say(f"stopping: running answers have {settings.drain:g} s to finish (Ctrl-C: stop at once)")
-        if left := application.drain(handle, settings.drain):
+        try:
+            left = application.drain(handle, settings.drain)
+        except KeyboardInterrupt:
+            left = application.drain(handle, 0)
+        if left:
             console.say(f"{left} answers did not finish in time")
         raise
 

@@ -53,6 +53,8 @@ def parse(description: str, arguments: Sequence[str] | None = None, elsewhere: b
     args.draft_property = draft_properties(args, NATIVE)
     if args.max_replicas and args.max_replicas < args.replicas:
         console.fail(f"--max-replicas {args.max_replicas} is below --replicas {args.replicas}: use at least as many.")
+    if not args.address and args.port == args.metrics_port:
+        console.fail(f"--port and --metrics-port are both {args.port}: choose another for one of them.")
     _check_models(args, elsewhere or args.address is not None)
     keys = _keys(args.api_key_file)
     _check_access(args, keys)
@@ -80,7 +82,8 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     parser = Parser(description=description)
     for name in ("main", "--device", "--draft-device", "-k", "--property", "--draft-property", "--recommended"):
         flags = DRAFT_LENGTH if name == "-k" else (name,)
-        parser.add_argument(*flags, **ARGUMENTS[name])
+        devices = {"help": "CPU, GPU or GPU.1 (default: CPU)"} if name == "--device" else {}
+        parser.add_argument(*flags, **ARGUMENTS[name] | devices)
     draft = {**ARGUMENTS["draft"], "nargs": "?", "default": argparse.SUPPRESS}
     parser.add_argument("draft", **draft)  # optional: without it, the main model alone
     parser.add_argument(
@@ -212,6 +215,9 @@ def _check_models(args: argparse.Namespace, elsewhere: bool) -> None:
     check_models(models, NATIVE, elsewhere)
     if args.draft and (limit := native_limit(args.draft, args.device, args.draft_device)):
         console.fail(limit)
+    for role, (_, device, _) in models.items():
+        if device.partition(".")[0] not in ("CPU", "GPU"):
+            console.fail(f"{role}: the server needs paged attention, which {device} lacks: use CPU, GPU or GPU.1.")
 
 
 def _check_access(args: argparse.Namespace, keys: frozenset[bytes] | None) -> None:

@@ -728,6 +728,14 @@ def parsed_arguments(monkeypatch, *given):
     return arguments.parse("")
 
 
+@pytest.mark.parametrize("given", [["--device", "AUTO:CPU"], [DRAFT, "--draft-device", "HETERO:CPU"]])
+def test_device_without_paged_attention_is_refused_before_ray_starts(monkeypatch, capsys, given):
+    with pytest.raises(SystemExit) as end:
+        parsed_arguments(monkeypatch, *given)
+    assert end.value.code == 2
+    assert f"paged attention, which {given[-1]} lacks: use CPU, GPU or GPU.1." in capsys.readouterr().err
+
+
 def test_network_address_without_key_requires_insecure_option(monkeypatch, capsys, tmp_path):
     monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
     for host in ("0.0.0.0", "::", "no..host"):

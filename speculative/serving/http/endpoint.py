@@ -133,6 +133,7 @@ class Endpoint:
             answers = openapi.path_responses(path, bool(keys))
             app.add_api_route(path, handle, methods=[method], response_model=None, responses=answers)
         app.add_api_route("/", page, include_in_schema=False)
+        app.add_api_route("/health", self.health, methods=["HEAD"], include_in_schema=False)
         openapi.describe(app)
         return app
 

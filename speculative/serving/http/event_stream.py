@@ -17,7 +17,7 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, context: AbstractContextManager, events: Callable[[], AsyncIterator[bytes]]):
-        super().__init__(headers={"cache-control": "no-cache"})
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})  # the latter for nginx
         del self.headers["content-length"]
         self._context, self._events = context, events
 

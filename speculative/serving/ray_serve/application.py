@@ -1,6 +1,7 @@
 """Lifecycle of the Ray Serve application: start, drain, stop."""
 
 import io
+import os
 import time
 import urllib.request
 from contextlib import redirect_stderr, suppress
@@ -23,10 +24,12 @@ from speculative.serving.settings import Settings
 
 NAME = "speculative"
 ROOT = str(Path(__file__).resolve().parents[3])
+PYTHONPATH = f"{ROOT}{os.pathsep}${{PYTHONPATH}}"  # Ray puts in what a machine has
 ATTEMPTS = 3  # to load the models
 CLUSTER_OPTIONS = ("--host", "--port", "--address", "--metrics-port", "--drain")  # a config file sets these itself
 DIRECT_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ignores HTTP_PROXY
 deployed = False  # whether this process has deployed the application
+DRAIN_MARGIN = 20  # seconds, also for the last traces to a collector that does not answer
 TIMEOUT_MARGIN = 60  # seconds beyond the request timeout, for receiving the body and transport
 
 
@@ -121,19 +124,19 @@ def deployment_options(settings: Settings) -> dict:
         "ray_actor_options": {
             "num_cpus": settings.num_cpus or 1,
             "resources": settings.resources,
-            "runtime_env": {"env_vars": {"PYTHONPATH": ROOT, **tracing.variables()}},
+            "runtime_env": {"env_vars": {"PYTHONPATH": PYTHONPATH, **tracing.variables()}},
         },
     }
 
 
 def drain(handle: DeploymentHandle, seconds: float) -> int:
     """Reject new requests and wait for running ones; returns how many are unfinished after `seconds`."""
-    return sum(handle.broadcast("drain", seconds).results(timeout_s=seconds + 5))
+    return sum(handle.broadcast("drain", seconds).results(timeout_s=seconds + DRAIN_MARGIN))
 
 
 def stop() -> None:
     """Stop the application if this process deployed it, and Ray Serve too unless it serves others."""
-    with suppress(RuntimeError):  # nothing was started
+    with suppress(RuntimeError, TimeoutError):  # nothing was started, or requests of others keep it
         if deployed:
             serve.delete(NAME)
     if not serve.status().applications:

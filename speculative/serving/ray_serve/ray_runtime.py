@@ -8,6 +8,8 @@ import logging
 import os
 import secrets
 import shutil
+import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +29,7 @@ PING_SECONDS, MAX_MISSED_PINGS = 2.0, 3  # seconds between pings of Ray's head, 
 RESTARTED_VARIABLE = "SPECULATIVE_RESTARTED"  # set in the environment of a process restarted after losing Ray
 STARTS_VARIABLE, MAX_STARTS = "SPECULATIVE_RAY_STARTS", 3  # Ray allows 30 s for a start, too little on a busy machine
 ORIGINAL_ENV = dict(os.environ)  # before Ray adds to it
+MAX_FOLDER = 16  # characters of the temporary folder
 OBJECT_STORE = 128 << 20  # bytes; only small objects are passed between processes
 COMMON_ENV = {
     "RAY_USAGE_STATS_ENABLED": "0",  # nothing leaves the machine
@@ -64,7 +67,7 @@ def joined(address: str | None, metrics_port: int, routing: str) -> Iterator[Non
     import ray
 
     logging.getLogger("ray.serve").addFilter(lambda record: record.levelno >= logging.ERROR)
-    folder = None if address else tempfile.mkdtemp(prefix="serve-")
+    folder = None if address else tempfile.mkdtemp(prefix="serve-", dir=_short_folder())
     try:
         if address:
             _join(address)
@@ -74,11 +77,18 @@ def joined(address: str | None, metrics_port: int, routing: str) -> Iterator[Non
     except HeadLost:
         _restart(folder, {RESTARTED_VARIABLE: "1", STARTS_VARIABLE: "0"})
     finally:
+        with suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # or processes of Ray would stay
         children = psutil.Process().children(recursive=True) if folder else []
         ray.shutdown()
         if folder:
             _kill(children)  # also what was started by an `init` that Ctrl-C interrupted
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _short_folder() -> str | None:
+    """Where Ray's files go, whose paths may have 107 characters; None: the usual temporary folder."""
+    return "/tmp" if len(tempfile.gettempdir()) > MAX_FOLDER and os.access("/tmp", os.W_OK) else None
 
 
 def wait_until_lost() -> NoReturn:
@@ -148,7 +158,10 @@ def _restart(folder: str | None, environment: dict[str, str]) -> NoReturn:
     _kill(psutil.Process().children(recursive=True))
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
-    os.execve(sys.executable, [sys.executable, *sys.argv], {**ORIGINAL_ENV, **environment})
+    command, environment = [sys.executable, *sys.argv], {**ORIGINAL_ENV, **environment}
+    if os.name == "nt":  # where `execve` ends this process before the new one, and splits arguments at spaces
+        sys.exit(subprocess.run(command, env=environment, check=False).returncode)
+    os.execve(sys.executable, command, environment)
 
 
 def _kill(processes: list[psutil.Process]) -> None:
@@ -159,11 +172,15 @@ def _kill(processes: list[psutil.Process]) -> None:
 
 
 def lacking(replicas: int, per_replica: dict[str, float]) -> str | None:
-    """A description of the first resource Ray has too little of for `replicas` replicas, or None."""
+    """A description of what Ray's machines have too little of for `replicas` replicas, or None. A replica runs on one
+    machine."""
     import ray
 
-    available = ray.cluster_resources()
-    for name, amount in per_replica.items():
-        if amount * replicas > available.get(name, 0):
-            return f"{replicas} x {amount:g} {name}, and Ray has {available.get(name, 0):g}"
-    return None
+    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    fitting = sum(
+        min(int(machine.get(name, 0) / amount + 1e-9) for name, amount in per_replica.items()) for machine in machines
+    )
+    if fitting >= replicas:
+        return None
+    needed = " and ".join(f"{amount:g} {name}" for name, amount in per_replica.items())
+    return f"{needed} on one machine, and {fitting} of {replicas} replicas fit on Ray's machines"
