@@ -304,10 +304,10 @@ def export_pair(options: argparse.Namespace) -> None:
 def check_sources(sources: dict[str, source.Source], options: argparse.Namespace) -> None:
     """Check what can be checked before hours of exporting."""
     main, draft = sources["main"], sources.get("draft")
-    if options.no_thinking and not main.wheel:
-        thinking.require(thinking.template_of(main), main.name)
     if not main.is_gguf and is_head(main.folder):
         raise ConvertError(f"{main.name} is an EAGLE-3 head, a draft for another model; give that model as MAIN", 2)
+    if options.no_thinking and not main.wheel:
+        thinking.require(thinking.template_of(main), main.name)
     if draft and not draft.is_gguf and is_head(draft.folder):
         options.halves["draft"].layers = eagle3_source.check_fit(draft, main)
     elif draft:

@@ -59,7 +59,7 @@ from speculative.models.cores import usable_cores
 from speculative.serving.settings import Limits, Pair
 
 NUMBER_TOKENS = 16  # maximum length of the number before a prompt
-RUN = secrets.randbelow(10**6)  # number of this run
+RUN = secrets.randbelow(10**4)  # a running server may still cache the prompts of other runs
 DRAFT, ALONE = "with draft", "main model alone"
 CONSTRAINED = ", JSON schema"  # at the end of a method's name
 
@@ -172,11 +172,13 @@ def endpoints(arguments: argparse.Namespace, stack: ExitStack) -> tuple[dict[str
     return targets, list(servers.values())
 
 
-def loads(name: str, server: Target, prompts: list[Prompt], settings: dict, meter: Meter | None) -> list[Load]:
+def loads(
+    name: str, server: Target, prompts: list[Prompt], settings: dict, meter: Meter | None, run_number: int
+) -> list[Load]:
     """The methods to measure on a server: any answers, and answers that follow the prompts' JSON schemas. `meter` reads
     the processor time of all servers."""
     texts, schemas = [prompt.text for prompt in prompts], [prompt.json_schema for prompt in prompts]
-    earlier = RUN * PROMPTS_PER_RUN  # numbers: a running server may still cache the prompts of earlier runs
+    earlier = run_number * PROMPTS_PER_RUN * len(prompts)  # numbers; each run begins with the first prompt
 
     def run(clients: int, seconds: float, first: int, schemas: Sequence[str] = ()) -> Span:
         before = meter and meter.read()
@@ -242,7 +244,8 @@ def measure(arguments: argparse.Namespace, prompts: list[Prompt]) -> Measured:
         servers, started = endpoints(arguments, stack)
         meter = Meter(started, threads_of(arguments)) if started else None
         served = [name for name in (ALONE, DRAFT) if name in servers]
-        methods = [method for name in served for method in loads(name, servers[name], prompts, settings, meter)]
+        run = RUN if arguments.url else 0
+        methods = [method for name in served for method in loads(name, servers[name], prompts, settings, meter, run)]
         latency = round_trip(servers[served[0]], [prompt.text for prompt in prompts]) if started else None
         with BackgroundLoad() as other:
             complete = take_turns(methods, arguments.max_concurrency, arguments.seconds, arguments.rounds)
@@ -258,7 +261,8 @@ def refuse_without_answers(methods: list[Load]) -> None:
         records = [record for spans in method.rounds.values() for span in spans for record in span.answers]
         answered = [record for record in records if record.outcome == "answered"]
         if not answered:
-            error = next((record.error for record in records if record.error), "requests were cut off or lost")
+            causes = (record.error or record.cause for record in records)
+            error = next(filter(None, causes), "no request was complete in its time")
             raise RuntimeError(f"no request was answered ({method.name}): {error}")
         if not any(record.tokens for record in answered):
             raise RuntimeError(f"the server counts no tokens ({method.name}): its streams have no usage")

@@ -17,11 +17,14 @@ TURN = [{"role": "user", "content": "Hi"}]
 
 
 def template_of(model: Source) -> str:
-    """The chat template of a source."""
+    """The chat template of a source. Raises ConvertError if its files are damaged."""
     read = (
         model_info.gguf_facts if model.is_gguf else model_info.ir_facts if model.is_ir else model_info.checkpoint_facts
     )
-    return read(model.path).chat_template
+    try:
+        return read(model.path).chat_template
+    except model_info.UnusableFolder as error:
+        raise ConvertError(str(error)) from error
 
 
 def require(chat_template: str, name: str) -> None:

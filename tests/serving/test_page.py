@@ -260,6 +260,7 @@ def test_reasoning_is_shown_apart_from_the_answer_and_can_be_disabled(show, thin
             usage["completion_tokens"] - counted,
         )
         assert [one for one in page.evaluate(CONTRAST)["texts"] if one[0] < 4.5] == []
+        assert page.get_by_label("Reasoning before the answer").is_checked()
         page.get_by_label("Reasoning before the answer").uncheck()
         ask(page)
         assert page.locator(".answer").count() == 2 and page.locator(".answer .reasoning").count() == 1

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from speculative import batch_decoder
 from speculative.bench.load import clients as load_clients
 from speculative.bench.load.clients import Target
+from speculative.convert import thinking
 from speculative.serving.api.answer_parser import AnswerParser
 from speculative.serving.api.reasoning import BEGIN, END, Reasoning, ReasoningFormat, ReasoningParser
 from speculative.serving.api.responses import ChatChoiceBuilder
@@ -21,7 +22,7 @@ from speculative.serving.api.tool_calls import HERMES, SPACE, Call, Text, ToolPa
 from tests.support.changed_tokenizer import ChangedTokenizer
 from tests.support.paths import DRAFT
 from tests.support.serving import PLAIN
-from tests.support.thinking_model import save_thinking_model
+from tests.support.thinking_model import save_model, save_thinking_model
 
 HI = {"role": "user", "content": "Write code to count the words of a text."}
 OFF = {"enable_thinking": False}
@@ -112,8 +113,10 @@ def decoder(tmp_path_factory):
     return batch_decoder.load(save_thinking_model(tmp_path_factory.mktemp("thinking"), [HI]))
 
 
-def test_format_is_detected_from_chat_template_and_texts(decoder):
-    assert ReasoningFormat.detect(decoder.tokenizer)
+def test_format_is_detected_from_chat_template_and_texts(decoder, tmp_path):
+    assert ReasoningFormat.detect(decoder.tokenizer).default is True
+    thinking.disable(save_model(tmp_path / "main"), "it", is_required=True)
+    assert ReasoningFormat.detect(openvino_genai.Tokenizer(str(tmp_path / "main"))).default is False
     assert not ReasoningFormat.detect(openvino_genai.Tokenizer(str(DRAFT))) and not ReasoningFormat.detect(None)
     without_tags = ChangedTokenizer(decoder.tokenizer, lambda text: text.replace(END, ""))
     assert not ReasoningFormat.detect(without_tags)

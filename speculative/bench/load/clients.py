@@ -17,6 +17,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from speculative.bench.load.metrics import RequestRecord, Span
+from speculative.error_text import one_line
 
 TIMEOUT_SECONDS = 120.0  # seconds without any data after which a request counts as lost
 ROUND_TRIPS = 40  # requests, one after the other
@@ -82,8 +83,8 @@ def ask(
             answer.error = _message(json.loads(response.read()))
     except TimeoutError:
         pass  # lost
-    except (OSError, http.client.HTTPException, ValueError):
-        answer.is_cut_off = True
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        answer.is_cut_off, answer.cause = True, f"status {answer.status}, {one_line(error)}"
     answer.end = time.perf_counter()
     if answer.outcome != "answered":
         connection.close()  # reconnects automatically

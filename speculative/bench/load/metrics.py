@@ -49,6 +49,7 @@ class RequestRecord:
     retry_after: float = 0.0
     is_complete: bool = False  # the stream was complete
     is_cut_off: bool = False  # the connection broke or could not be made, or the error was not an API error object
+    cause: str = ""  # why it is cut off
     pieces: int = 0  # of text, as they came
 
     @property

@@ -21,6 +21,7 @@ from speculative.serving.api.tool_calls import SPACE, Text, held_back
 
 BEGIN, END = "<think>", "</think>"
 OPTION = "enable_thinking"  # the variable of chat templates that disables it
+TURN = {"role": "user", "content": "Hi"}
 PROMPT_END = 8  # the last tokens of a prompt, which may spell one of them
 
 
@@ -31,11 +32,12 @@ class Reasoning(NamedTuple):
 
 
 class ReasoningFormat:
-    """The reasoning in texts of a model. `decode` returns the text of token ids, special tokens included."""
+    """The reasoning in texts of a model. `decode` returns the text of token ids, special tokens included. `default` is
+    that of `enable_thinking`; None if the chat template does not know it."""
 
-    def __init__(self, decode: Callable[[list[int]], str], is_optional: bool = False):
+    def __init__(self, decode: Callable[[list[int]], str], default: bool | None = None):
         self._decode = decode
-        self.is_optional = is_optional  # whether a request can disable it
+        self.default = default
 
     @classmethod
     def detect(cls, tokenizer: Tokenizer | None) -> "ReasoningFormat | None":
@@ -45,9 +47,12 @@ class ReasoningFormat:
         ids = tokenizer.encode(END, add_special_tokens=False).input_ids.data[0].tolist()
         if END not in tokenizer.decode(ids):
             return None
-        return cls(
-            lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False), OPTION in tokenizer.chat_template
+        usual, off = (
+            tokenizer.apply_chat_template([TURN], add_generation_prompt=True, extra_context=variables)
+            for variables in ({}, {OPTION: False})
         )
+        default = usual != off if OPTION in tokenizer.chat_template else None
+        return cls(lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False), default)
 
     def opening(self, prompt: np.ndarray) -> str | None:
         """The text that opens the reasoning in an answer to `prompt` (token ids, int64 [n]): "" if the prompt opens it,

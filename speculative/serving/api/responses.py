@@ -306,5 +306,5 @@ def model_card(name: str, created: int, decoder: BatchDecoder, reasoning: Reason
         "max_model_len": decoder.main.context,
         "chat_template": bool(decoder.tokenizer and decoder.tokenizer.chat_template),
         "draft": draft_source(decoder),
-        "can_disable_reasoning": bool(reasoning and reasoning.is_optional),
+        "default_reasoning": reasoning.default if reasoning else None,
     }

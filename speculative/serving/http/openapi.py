@@ -61,7 +61,7 @@ class ModelCard(Schema):
     max_model_len: int = Field(ge=1)
     chat_template: bool
     draft: str | None
-    can_disable_reasoning: bool
+    default_reasoning: bool | None
 
 
 class ModelList(Schema):

@@ -29,7 +29,7 @@ PING_SECONDS, MAX_MISSED_PINGS = 2.0, 3  # seconds between pings of Ray's head, 
 RESTARTED_VARIABLE = "SPECULATIVE_RESTARTED"  # set in the environment of a process restarted after losing Ray
 STARTS_VARIABLE, MAX_STARTS = "SPECULATIVE_RAY_STARTS", 3  # Ray allows 30 s for a start, too little on a busy machine
 ORIGINAL_ENV = dict(os.environ)  # before Ray adds to it
-MAX_FOLDER = 16  # characters of the temporary folder
+MAX_FOLDER = 22  # characters of the temporary folder
 OBJECT_STORE = 128 << 20  # bytes; only small objects are passed between processes
 COMMON_ENV = {
     "RAY_USAGE_STATS_ENABLED": "0",  # nothing leaves the machine
