@@ -308,3 +308,25 @@ def test_wrong_reasoning_items_are_rejected(api, body, param, words):
     answer = httpx.post(f"{api.url}/responses", json={**ONE, "input": "Hi", **body}, **PLAIN)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param and words in answer.json()["error"]["message"]
+
+
+# ---- clients --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["OpenAIChatModel", "OpenAIResponsesModel"])
+def test_pydantic_ai_reads_reasoning_and_sends_it_back(api, kind):
+    pytest.importorskip("pydantic_ai")  # from Python 3.11 on
+    from pydantic_ai import Agent
+    from pydantic_ai.messages import TextPart, ThinkingPart
+    from pydantic_ai.models import openai
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    model = getattr(openai, kind)("embedded", provider=OpenAIProvider(base_url=api.url, api_key="none"))
+    agent = Agent(model, model_settings={"temperature": 0, "max_tokens": 60})
+    first = agent.run_sync(HI["content"])
+    reasoning, text = first.new_messages()[-1].parts
+    assert isinstance(reasoning, ThinkingPart) and isinstance(text, TextPart)
+    message = choice(ask(api))["message"]
+    assert text.content.strip() == message["content"].strip()
+    assert kind != "OpenAIChatModel" or reasoning.content == message["reasoning_content"]
+    assert agent.run_sync("Go on.", message_history=first.all_messages()).output
