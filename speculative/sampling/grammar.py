@@ -19,7 +19,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -89,7 +89,7 @@ class Grammars:
                 f"structured_output_config.{kind} has {length:,} characters, but may have at most {MAX_SOURCE:,}"
             )
         try:
-            text = (self._kept_text if isinstance(source, str) else _text)(kind, source)
+            text = self._kept_text(_Source(kind, str(source), source))
         except ImportError:
             raise RuntimeError(INSTALL) from None
         except (ValueError, RecursionError) as error:
@@ -378,10 +378,20 @@ def _single_kind(config: StructuredOutputConfig) -> tuple[str, Any]:
     return kinds[0], getattr(config, kinds[0])
 
 
-def _text(kind: str, source: Any) -> str:
+@dataclass(frozen=True)
+class _Source:
+    """A grammar of some kind, equal to others with the same text."""
+
+    kind: str
+    text: str
+    value: Any = field(compare=False)
+
+
+def _text(source: _Source) -> str:
     """The grammar as llguidance compiles it. Raises ValueError."""
     parts: list[str] = []
-    start = _lark(kind, source) if kind != "structural_tags_config" else f"start: {_tag(source, parts)}"
+    is_tag = source.kind == "structural_tags_config"
+    start = f"start: {_tag(source.value, parts)}" if is_tag else _lark(source.kind, source.value)
     grammars = [{"lark_grammar": f"{OPTIONS}\n{start}"}]
     grammars += [{"name": f"part_{i}", "lark_grammar": f"{OPTIONS}\n{part}"} for i, part in enumerate(parts)]
     return json.dumps({"grammars": grammars})

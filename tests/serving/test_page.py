@@ -253,7 +253,7 @@ def test_reasoning_is_shown_apart_from_the_answer_and_can_be_disabled(show, thin
         whole = httpx.post(f"{api.url}/chat/completions", json=body, **PLAIN).json()
         message, usage = whole["choices"][0]["message"], whole["usage"]
         assert shown[0].strip() == f"<think>{message['reasoning_content']}</think>"
-        assert shown[1].strip() == message["content"].strip()
+        assert shown[1].strip() == message["content"].strip() and not shown[1].startswith("\n")
         counted = usage["completion_tokens_details"]["reasoning_tokens"]
         assert (reasoning.locator("span").count(), answer.locator("span").count()) == (
             counted,

@@ -2,6 +2,8 @@
 by grammars, and set by variables of the chat template."""
 
 import http.client
+import json
+import re
 from urllib.parse import urlsplit
 
 import httpx
@@ -50,6 +52,8 @@ def parsed(parser, pieces):
         (BEGIN, "<think>a <b></thinker> </thin", "a <b></thinker> </thin", ""),
         (BEGIN, "<think>a</think>b</think>c", "a", "b</think>c"),
         ("", "Hm.\n</think>\n\nYes.", "Hm.", "Yes."),
+        ("", "Hm.</think> \n\n yes", "Hm.", " \n\n yes"),
+        ("", "Hm.</think>\n\n\n yes", "Hm.", "\n yes"),
         ("", "\n\nHm. ", "Hm.", ""),
         ("", "", "", ""),
         (None, " <think>a</think>b", "", " <think>a</think>b"),
@@ -69,7 +73,7 @@ def test_pieces_do_not_change_what_is_found(pieces, opening):
     assert found == parsed(ReasoningParser(opening), [whole]) == parsed(ReasoningParser(opening), whole)
     if opening == "":
         before, _, after = whole.partition(END)
-        assert found == (before.strip(SPACE), after.lstrip(SPACE))
+        assert found == (before.strip(SPACE), re.sub("^\n{1,2}", "", after))
 
 
 def test_calls_are_found_after_the_reasoning_only():
@@ -122,14 +126,19 @@ def test_format_is_detected_from_chat_template_and_texts(decoder, tmp_path):
     assert not ReasoningFormat.detect(without_tags)
 
 
+def test_template_that_refuses_a_chat_is_no_error(tmp_path):
+    """Some need a system message."""
+    template = save_model(tmp_path / "main") / "chat_template.jinja"
+    refusal = "{% if messages[0].role != 'system' %}{{ raise_exception('no system message') }}{% endif %}"
+    template.write_text(refusal + template.read_text(encoding="utf-8"), encoding="utf-8")
+    assert ReasoningFormat.detect(openvino_genai.Tokenizer(str(template.parent))).default is None
+
+
 @pytest.mark.parametrize(("variables", "opening"), [({}, BEGIN), ({"opens": True}, ""), (OFF, None)])
 def test_opening_depends_on_the_end_of_the_prompt(decoder, variables, opening):
     history = openvino_genai.ChatHistory([HI])
     history.set_extra_context(variables)
     assert ReasoningFormat.detect(decoder.tokenizer).opening(decoder.encode(history)) == opening
-
-
-# ---- server ---------------------------------------------------------------------------------------------------------
 
 
 # ---- server ---------------------------------------------------------------------------------------------------------
@@ -212,6 +221,16 @@ def test_grammars_leave_the_reasoning_free(api, form, variables):
     found = choice(ask(api, chat_template_kwargs=variables, max_tokens=100, **form))
     assert found["finish_reason"] == "stop" and found["message"]["content"] in ('"yes"', '"yes!"')
     assert found["message"].get("reasoning_content") == free.get("reasoning_content")
+
+
+@pytest.mark.parametrize("variables", [{}, {"opens": True}, OFF], ids=["optional", "open", "closed"])
+def test_constrained_answer_keeps_its_space_and_may_be_long(api, variables):
+    answer = choice(ask(api, chat_template_kwargs=variables, structured_outputs={"choice": [" yes", " no"]}))
+    assert answer["message"]["content"] in (" yes", " no")
+    schema = {"enum": ["yes", *(f"{i:060}" for i in range(900))]}  # nearly as long as the API allows
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    answer = choice(ask(api, chat_template_kwargs=variables, max_tokens=200, response_format=form))
+    assert json.loads(answer["message"]["content"]) in schema["enum"]
 
 
 def test_forced_calls_follow_the_reasoning(api):
@@ -302,6 +321,7 @@ def test_responses_disable_reasoning(client):
         ({"reasoning": {"effort": "high"}}, "reasoning.effort", 'no effort "high"'),
         ({"input": [{"type": "reasoning", "content": [{"type": "text", "text": "x"}]}]}, "input", "item 0.content: "),
         ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input", "item 0.encrypted_content: unknown"),
+        ({"input": [{"type": "reasoning", "summary": []}]}, "input", "has no message"),
     ],
 )
 def test_wrong_reasoning_items_are_rejected(api, body, param, words):

@@ -22,6 +22,7 @@ from speculative.serving.api.tool_calls import SPACE, Text, held_back
 BEGIN, END = "<think>", "</think>"
 OPTION = "enable_thinking"  # the variable of chat templates that disables it
 TURN = {"role": "user", "content": "Hi"}
+MAX_NEWLINES = 2  # between </think> and the answer
 PROMPT_END = 8  # the last tokens of a prompt, which may spell one of them
 
 
@@ -47,12 +48,7 @@ class ReasoningFormat:
         ids = tokenizer.encode(END, add_special_tokens=False).input_ids.data[0].tolist()
         if END not in tokenizer.decode(ids):
             return None
-        usual, off = (
-            tokenizer.apply_chat_template([TURN], add_generation_prompt=True, extra_context=variables)
-            for variables in ({}, {OPTION: False})
-        )
-        default = usual != off if OPTION in tokenizer.chat_template else None
-        return cls(lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False), default)
+        return cls(lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False), _default_of(tokenizer))
 
     def opening(self, prompt: np.ndarray) -> str | None:
         """The text that opens the reasoning in an answer to `prompt` (token ids, int64 [n]): "" if the prompt opens it,
@@ -66,13 +62,28 @@ class ReasoningFormat:
         return min(1 + bisect_left(before_end, True, key=lambda n: END in self._decode(tokens[:n])), len(tokens))
 
 
+def _default_of(tokenizer: Tokenizer) -> bool | None:
+    """Whether the chat template enables reasoning by default; None if it cannot be disabled, or this is not known."""
+    if OPTION not in tokenizer.chat_template:
+        return None
+    try:
+        usual, off = (
+            tokenizer.apply_chat_template([TURN], add_generation_prompt=True, extra_context=variables)
+            for variables in ({}, {OPTION: False})
+        )
+    except RuntimeError:  # a template that refuses this chat
+        return None
+    return usual != off
+
+
 class ReasoningParser:
     """Finds the reasoning at the beginning of a text, which `opening` opens (`ReasoningFormat.opening`). The space
-    around reasoning is left out."""
+    around it, and newlines after </think>, are left out."""
 
     def __init__(self, opening: str | None):
         self.found = opening == ""  # whether the text has reasoning
         self._has_begun = False  # whether any of it has been passed on
+        self._newlines = 0  # left out after its end
         self._rest = ""  # text that was fed but not yet passed on
         self._parse_state: Callable[[], Iterable[Text | Reasoning]] = (
             self._text if opening is None else self._reasoning if self.found else self._begin
@@ -111,13 +122,15 @@ class ReasoningParser:
         text = text.rstrip(SPACE)
         self._rest = after if end else rest[len(text) :]
         if end:
-            self._parse_state = self._space
+            self._parse_state = self._after_end
         if text:
             self._has_begun = True
             yield Reasoning(text)
 
-    def _space(self) -> Iterable[Text | Reasoning]:
-        self._rest = self._rest.lstrip(SPACE)
+    def _after_end(self) -> Iterable[Text | Reasoning]:
+        while self._rest.startswith("\n") and self._newlines < MAX_NEWLINES:
+            self._rest = self._rest.removeprefix("\n")
+            self._newlines += 1
         if self._rest:
             self._parse_state = self._text
         return ()

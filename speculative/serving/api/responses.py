@@ -155,7 +155,7 @@ class ResponseBuilder:
         self._chat = isinstance(request, ChatCompletionRequest)
         number = request.num_prompts * request.choices_per_prompt
         self.choices: Sequence[ChoiceBuilder] = (
-            [ChatChoiceBuilder(*parser) for parser in enumerate(parsers)]
+            [ChatChoiceBuilder(index, parser) for index, parser in enumerate(parsers)]
             if self._chat
             else [ChoiceBuilder(index) for index in range(number)]
         )

@@ -186,6 +186,8 @@ def to_messages(items: Any) -> list[dict[str, Any]]:
         validate_part(KINDS.get(kind if isinstance(kind, str) else None, InputMessage), item, f"item {i}").add_to(
             messages
         )
+    if not messages:
+        raise ValueError("has no message: send one")
     return messages
 
 

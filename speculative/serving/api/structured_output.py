@@ -9,7 +9,7 @@ from openvino_genai import StructuredOutputConfig
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
 from speculative.serving.api.api_object import ApiObject
-from speculative.serving.api.reasoning import END
+from speculative.serving.api.reasoning import END, MAX_NEWLINES
 
 Tags = StructuredOutputConfig
 
@@ -30,9 +30,11 @@ class Structure(NamedTuple):
     def after_reasoning(self, opening: str) -> "Structure":
         """The constraint on the answer alone, after free reasoning, which `opening` opens (`ReasoningFormat.opening`).
         The reasoning may be left out, unless the prompt opens it."""
-        reasoning = Tags.Tag(opening, Tags.AnyText(), END)
-        answer = Tags.Concat([reasoning, Tags.Regex(r"\n{0,2}"), self._tag])
-        tag = answer if opening == "" else Tags.Union([answer, self._tag])
+        newlines = Tags.Regex(rf"\n{{0,{MAX_NEWLINES}}}")
+        reasoning = Tags.Concat([Tags.Tag(opening, Tags.AnyText(), END), newlines])
+        if opening:
+            reasoning = Tags.Union([reasoning, Tags.ConstString("")])
+        tag = Tags.Concat([reasoning, self._tag])
         return self._replace(config=StructuredOutputConfig(structural_tags_config=tag))
 
     @property

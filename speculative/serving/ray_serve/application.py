@@ -24,7 +24,9 @@ from speculative.serving.settings import Settings
 
 NAME = "speculative"
 ROOT = str(Path(__file__).resolve().parents[3])
-PYTHONPATH = f"{ROOT}{os.pathsep}${{PYTHONPATH}}"  # Ray puts in what a machine has
+PYTHONPATH = (
+    f"{ROOT}{os.pathsep}${{PYTHONPATH}}"  # Ray puts in what a machine has; without any, this adds Ray's working folder
+)
 ATTEMPTS = 3  # to load the models
 CLUSTER_OPTIONS = ("--host", "--port", "--address", "--metrics-port", "--drain")  # a config file sets these itself
 DIRECT_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ignores HTTP_PROXY
