@@ -532,8 +532,9 @@ def make_half(
     command = None
     try:
         if half_request["arguments"] is None:
+            changes = "with its thinking turned off" if options.no_thinking else "unchanged"
             print(
-                f"{half}: {model.name} is OpenVINO IR already: copied unchanged, no weight format applied", flush=True
+                f"{half}: {model.name} is OpenVINO IR already: copied {changes}, no weight format applied", flush=True
             )
             source.copy_ir(model, output)
         elif model.is_gguf:

@@ -58,6 +58,7 @@ from speculative.cli.properties import PROPERTY
 from speculative.models.cores import usable_cores
 from speculative.serving.settings import Limits, Pair
 
+BLOCK = 32  # tokens, in which a KV cache is allocated: 32 on a CPU, 16 on a GPU
 NUMBER_TOKENS = 16  # maximum length of the number before a prompt
 RUN = secrets.randbelow(10**4)  # a running server may still cache the prompts of other runs
 DRAFT, ALONE = "with draft", "main model alone"
@@ -311,7 +312,8 @@ def main() -> int:
             refuse_unsound(arguments.main, arguments.draft)
             refuse_in_native(arguments)
             room = arguments.max_new_tokens + NUMBER_TOKENS
-            arguments.longest = room + max(map(len, token_ids(prompts, arguments.main, room)))
+            longest = room + max(map(len, token_ids(prompts, arguments.main, room)))
+            arguments.longest = -(-longest // BLOCK) * BLOCK
     with exit_on(RuntimeError, ValueError):
         measured = measure(arguments, prompts)
     result = result_of(arguments, prompts, measured)

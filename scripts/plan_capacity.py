@@ -391,10 +391,12 @@ def refuse_other_loads(loads: list[Drawn], measured: Drawn, replicas: int | None
             of_costs, of_load = (str(one.get(name) or "") for one in (measured, facts))
             if of_costs and of_load and Path(of_costs).parts[-2:] != Path(of_load).parts[-2:]:  # wherever they were
                 raise ValueError(f"the costs are those of {of_costs}, but the load was measured with {of_load}")
-        found = facts.get("replicas", 1)
-        if replicas not in (None, found):
-            raise ValueError(f"--replicas is {replicas}, but the load was measured with {found}: omit it")
-    return loads[0].get("environment", {}).get("replicas", 1)
+    found, *others = {load.get("environment", {}).get("replicas", 1) for load in loads}
+    if others:
+        raise ValueError("the loads were measured with different numbers of replicas: compare them one by one")
+    if replicas not in (None, found):
+        raise ValueError(f"--replicas is {replicas}, but the load was measured with {found}: omit it")
+    return found
 
 
 def result_of(

@@ -67,7 +67,7 @@ def head_config(head: Source) -> dict:
     elif architecture not in ARCHITECTURES:
         raise ConvertError(
             f"{head.name} is an EAGLE-3 head of the architecture {architecture}, which optimum-cli does not export; "
-            f"use one of {', '.join((*ARCHITECTURES, SPECULATORS))}"
+            f"use one of {', '.join((*ARCHITECTURES[:2], SPECULATORS))}"
         )
     kind, layers = config.get("model_type"), config.get("num_hidden_layers", 1)
     if kind != "llama" or layers != 1:

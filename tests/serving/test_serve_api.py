@@ -37,7 +37,7 @@ from speculative.serving.engine import health
 from speculative.serving.engine.engine_thread import EngineFailed
 from speculative.serving.http import request_body
 from speculative.serving.http.middleware import Guard, digest
-from speculative.serving.ray_serve import connections
+from speculative.serving.ray_serve import connections, ray_runtime
 from speculative.serving.settings import API_KEY_VARIABLE, Limits
 from tests.support.later import Later
 from tests.support.paths import DRAFT, MAIN
@@ -736,6 +736,30 @@ def test_device_without_paged_attention_is_refused_before_ray_starts(monkeypatch
     assert f"paged attention, which {given[-1]} lacks: use CPU, GPU or GPU.1." in capsys.readouterr().err
 
 
+def test_server_and_metrics_need_two_ports(monkeypatch, capsys):
+    with pytest.raises(SystemExit) as end:
+        parsed_arguments(monkeypatch, "--port", 8001)
+    assert end.value.code == 2 and "--port and --metrics-port are both 8001" in capsys.readouterr().err
+    assert parsed_arguments(monkeypatch, "--port", 8001, "--metrics-port", 8002).port == 8001
+
+
+@pytest.mark.parametrize(
+    ("machines", "replicas", "words"),
+    [
+        ([{"CPU": 2, "intel_gpu": 1}], 1, None),
+        ([{"CPU": 2, "intel_gpu": 1}], 2, "2 CPU and 1 intel_gpu on one machine, and 1 of 2 replicas fit"),
+        ([{"CPU": 2, "intel_gpu": 1}] * 2, 2, None),
+        ([{"CPU": 1, "intel_gpu": 1}] * 2, 1, "and 0 of 1 replicas fit"),  # no machine has two cores
+        ([{"CPU": 8}, {"intel_gpu": 1}], 1, "and 0 of 1 replicas fit"),
+    ],
+)
+def test_replica_has_to_fit_on_one_machine(monkeypatch, machines, replicas, words):
+    nodes = [{"Alive": True, "Resources": one} for one in machines] + [{"Alive": False, "Resources": {"CPU": 64}}]
+    monkeypatch.setattr("ray.nodes", lambda: nodes)
+    lacking = ray_runtime.lacking(replicas, {"CPU": 2, "intel_gpu": 1})
+    assert words in lacking if words else lacking is None
+
+
 def test_network_address_without_key_requires_insecure_option(monkeypatch, capsys, tmp_path):
     monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
     for host in ("0.0.0.0", "::", "no..host"):
@@ -789,6 +813,12 @@ def test_completion_keeps_leading_space_of_first_token(api, monkeypatch, stream)
     assert before.startswith(" ")
     monkeypatch.setattr(api.engine.decoder, "tokenizer", Stripping(api.engine.decoder.tokenizer))
     assert text() == before
+
+
+def test_proxies_in_front_find_health_and_do_not_collect_streams(api):
+    health = httpx.head(f"{api.url.removesuffix('/v1')}/health", **PLAIN)
+    assert (health.status_code, health.content) == (200, b"")
+    assert post(api, {**ONE, "stream": True}).headers["x-accel-buffering"] == "no"
 
 
 def test_health_and_page_need_no_key_behind_route_prefix():

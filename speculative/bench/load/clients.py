@@ -21,7 +21,6 @@ from speculative.error_text import one_line
 
 TIMEOUT_SECONDS = 120.0  # seconds without any data after which a request counts as lost
 ROUND_TRIPS = 40  # requests, one after the other
-TEXTS = ("reasoning", "reasoning_content", "content", "text")  # in a delta, or in a choice of a completion
 TOKENIZE = "/tokenize"  # beside /v1, as in vLLM
 MAX_RETRY_WAIT = 5.0  # maximum seconds a client honours Retry-After
 
@@ -106,7 +105,8 @@ def _read_events(response: http.client.HTTPResponse, answer: RequestRecord, piec
             answer.error = _message(event)
         for choice in event.get("choices", []):
             texts = choice.get("delta") or {"text": choice.get("text")}
-            text = "".join(texts.get(name) or "" for name in TEXTS)
+            reasoning = texts.get("reasoning_content") or texts.get("reasoning")  # vLLM sends both, with the same text
+            text = "".join(part or "" for part in (reasoning, texts.get("content"), texts.get("text")))
             if text:
                 answer.first = answer.first or time.perf_counter()
                 answer.text += text
