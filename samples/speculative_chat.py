@@ -162,6 +162,8 @@ def main():
         "--suffix-decoding",
     )
 
+    if not sys.stdin:
+        console.fail("standard input is closed: run the chat in a terminal, or with lines to answer.")
     main_model = ModelSpec(args.main, args.device, args.property)
     draft_model = ModelSpec(args.draft, args.draft_device, args.draft_property) if "draft" in args else None
     copies = not draft_model if args.suffix_decoding is None else args.suffix_decoding

@@ -46,6 +46,7 @@ from speculative.models.loading import load_models
 from speculative.models.spec import ModelSpec
 from speculative.models.vocabulary import SharedTokens
 from speculative.pair.model_info import config_facts
+from speculative.pair.usable import check_capacity, explained
 from speculative.sampling.params import SamplingParams, stop_ids_of
 from speculative.sampling.proposal import Proposal
 from speculative.sequence.detokenizer import CONTEXT_TOKENS, cleans_up
@@ -594,11 +595,13 @@ def load(
         raise ValueError(f"past_answers is {past_answers}, but must be at least 0 tokens")
     if past_answers and not max_ngram_size:
         raise ValueError("past_answers are for suffix decoding: pass max_ngram_size, too")
+    check_capacity("cache_tokens", cache_tokens)
     main = ModelSpec.of(main)
-    draft = ModelSpec.of(draft, like=main) if draft else None
-    main_model, draft_model, shared = load_models(
-        main, draft, capacity=cache_tokens, draft_capacity=cache_tokens, use_huge_pages=use_huge_pages
-    )
+    draft = None if draft is None else ModelSpec.of(draft, like=main)
+    with explained(main.folder, draft.folder if draft else None):
+        main_model, draft_model, shared = load_models(
+            main, draft, capacity=cache_tokens, draft_capacity=cache_tokens, use_huge_pages=use_huge_pages
+        )
     batch = BatchModel(main_model, config_facts(main.folder).context_length, prefix_cache)
     source: BatchModel | None = None
     suffix: SuffixProposer | None = None

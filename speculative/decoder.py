@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
+from numbers import Integral
 from pathlib import Path
 
 import numpy as np
@@ -37,8 +38,9 @@ from speculative.models.eagle3_head import EagleHead
 from speculative.models.loading import load_models
 from speculative.models.paged_model import PagedModel
 from speculative.models.spec import ModelSpec
+from speculative.pair.usable import check_capacity, explained
 from speculative.sampling.grammar import Grammars, Tokens
-from speculative.sampling.params import SamplingParams, stop_ids_of
+from speculative.sampling.params import SamplingParams, check_seed, stop_ids_of
 from speculative.sampling.proposal import Proposal
 from speculative.sequence.detokenizer import cleans_up
 from speculative.sequence.mask_thread import MaskThread
@@ -97,6 +99,7 @@ class Decoder:
         After a reset with the same seed, the same calls give the same text on the same machine. Raises RuntimeError
         while the decoder is busy.
         """
+        check_seed(seed)
         with self._locked():
             self._reset(seed)
 
@@ -123,6 +126,7 @@ class Decoder:
         config's `rng_seed` has no effect here. An unfinished iterator keeps the decoder busy until it is closed. Raises
         ValueError for an empty or too long prompt and for config options that are not supported.
         """
+        check_seed(seed)
         sequence = self._sequence(prompt, config, logit_bias=logit_bias)
         return self._locked_steps(sequence, self._policy_for(sequence.params), seed)
 
@@ -136,7 +140,7 @@ class Decoder:
         prompt_logprobs: int = 0,
     ) -> GenerationResult:
         """Generate a whole text. `streamer` receives it piece by piece, as in GenAI: a function receives text, a
-        StreamerBase receives tokens. Either may return True or a StreamingStatus to stop.
+        StreamerBase receives tokens. Either may return True, another number than 0, or a StreamingStatus to stop.
 
         With `seed`, or the config's `rng_seed`, the decoder is reset first. `logit_bias` is added to the logits of
         token ids, as in OpenAI's API, in the main model and the draft. The config's `logprobs`, and `prompt_logprobs`
@@ -162,7 +166,7 @@ class Decoder:
                     status = streamer.write(tokens)
                 elif streamer is not None and piece:
                     status = streamer(piece)
-                if status is True or status in (StreamingStatus.STOP, StreamingStatus.CANCEL):
+                if _stops(status):
                     result.finish_reason = "cancelled"
                 if result.finish_reason != "length":
                     break
@@ -383,6 +387,15 @@ def _cache_findings(main: CachedModel, draft: Proposer | None) -> str:
     return "; ".join(f"{role}: {model.note}" for role, model in models.items() if model and model.note)
 
 
+def _stops(status: object) -> bool:
+    """Whether a streamer that returned `status` stops the generation. Raises TypeError for what is no status."""
+    if isinstance(status, StreamingStatus):
+        return status != StreamingStatus.RUNNING
+    if status is None or isinstance(status, bool | np.bool_ | Integral):
+        return bool(status)
+    raise TypeError(f"the streamer returned {status!r}: return None, True to stop, or a StreamingStatus")
+
+
 def load(
     main: ModelSpec | str | Path,
     draft: ModelSpec | str | Path | None = None,
@@ -405,9 +418,11 @@ def load(
     decoding is faster.
     """
     check_ngram_size(max_ngram_size)
+    check_capacity("capacity", capacity)
     main = ModelSpec.of(main)
-    draft = ModelSpec.of(draft, like=main) if draft else None
-    main_model, draft_model, shared = load_models(main, draft, capacity=capacity, use_huge_pages=use_huge_pages)
+    draft = None if draft is None else ModelSpec.of(draft, like=main)
+    with explained(main.folder, draft.folder if draft else None):
+        main_model, draft_model, shared = load_models(main, draft, capacity=capacity, use_huge_pages=use_huge_pages)
     source: Proposer | None = None
     policy: DraftLengthPolicy | None = None
     if draft_model or max_ngram_size:

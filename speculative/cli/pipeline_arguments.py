@@ -393,6 +393,8 @@ def check_limits(args: argparse.Namespace, engine: str) -> None:
 def read_prompt(prompt: str) -> str:
     """Return the prompt, read from standard input if it is "-"; reject an empty one and what is not UTF-8."""
     if prompt == "-":
+        if not sys.stdin:
+            fail("standard input is closed: give the prompt as an argument.")
         try:
             prompt = sys.stdin.buffer.read().decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n")
         except UnicodeDecodeError as error:

@@ -29,6 +29,7 @@ import numpy as np
 from openvino_genai import StructuredOutputConfig
 
 from speculative.error_text import one_line
+from speculative.sampling import ebnf
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -408,10 +409,11 @@ def _lark(kind: str, source: str) -> str:
         return json.loads(LLMatcher.grammar_from_regex(source))["grammars"][0]["lark_grammar"]
     if (rules := source.count("::=")) > MAX_RULES:
         raise ValueError(f"it has {rules:,} rules, but may have at most {MAX_RULES:,}")
+    rewritten, names = ebnf.rewrite(source)
     try:
-        return gbnf_to_lark(source)
+        return gbnf_to_lark(rewritten)
     except Exception as error:  # llguidance raises no other
-        raise ValueError(str(error)) from None
+        raise ValueError(ebnf.RENAMED.sub(lambda found: names.get(found[0], found[0]), str(error))) from None
 
 
 def _tag(tag: Any, parts: list[str]) -> str:
@@ -449,7 +451,7 @@ def _text_until(end: str) -> str:
 
 
 def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False) if text else ""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") if text else ""
 
 
 def _schema(source: str) -> object:

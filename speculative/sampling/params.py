@@ -76,7 +76,7 @@ class SamplingParams:
         _check_supported(config, grammars)
         max_new_tokens = _max_new_tokens(config, num_prompt_tokens, context_length)
         _check_ranges(config)
-        _check_extensions(seed, logit_bias or {})
+        _check_extensions(seed, logit_bias or {}, prompt_logprobs)
         structure = config.structured_output_config
         eos = default_stop_token_ids if config.eos_token_id < 0 else {config.eos_token_id}
         all_stop_token_ids = frozenset({token for token in config.stop_token_ids if token >= 0} | eos)
@@ -173,10 +173,17 @@ def _check_ranges(config: GenerationConfig) -> None:
             raise ValueError(f"{name} is {getattr(config, name):g}, but must be {range_}")
 
 
-def _check_extensions(seed: int | None, logit_bias: Mapping[int, float]) -> None:
-    """Raise ValueError for a seed or a bias that is none."""
+def check_seed(seed: int | None) -> None:
+    """Raise ValueError for a seed that is none."""
     if seed is not None and not (isinstance(seed, Integral) and seed >= 0):
         raise ValueError(f"seed is {seed!r}, but must be a whole number from 0")
+
+
+def _check_extensions(seed: int | None, logit_bias: Mapping[int, float], prompt_logprobs: int) -> None:
+    """Raise ValueError for a seed, a bias or a number of log-probabilities that is none."""
+    check_seed(seed)
+    if not (isinstance(prompt_logprobs, Integral) and prompt_logprobs >= 0):
+        raise ValueError(f"prompt_logprobs is {prompt_logprobs!r}, but must be a whole number from 0")
     for token, bias in logit_bias.items():
         if not (isinstance(token, Integral) and isinstance(bias, Real) and bias < math.inf):  # nor NaN
             raise ValueError(f"logit_bias has {token!r}: {bias!r}, but maps token ids to numbers, or -inf to ban them")

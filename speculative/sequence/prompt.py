@@ -1,5 +1,6 @@
 """Encodes prompts, and refuses texts that a tokenizer would silently cut."""
 
+import json
 from typing import TypeAlias
 
 import numpy as np
@@ -24,6 +25,7 @@ def encode(
     if isinstance(prompt, (str, ChatHistory)) or is_list_of_dict:
         if not tokenizer:
             raise ValueError("this decoder has no tokenizer: pass token ids, not text")
+        _check_text(prompt)
         if isinstance(prompt, str):
             if not tokenizer.chat_template or (config and not config.apply_chat_template):
                 return encode_text(prompt, tokenizer)
@@ -32,11 +34,25 @@ def encode(
         return encode_text(text, tokenizer, add_special_tokens=False)
     try:
         ids = np.asarray(prompt, None if len(prompt) else np.int64)
-    except ValueError:  # lists of different lengths
+    except (ValueError, TypeError):  # lists of different lengths, or no list at all
         ids = np.zeros(0)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ValueError(f"a prompt is text, a chat history or a flat list of token ids, not {str(prompt)[:50]}")
     return ids.astype(np.int64)
+
+
+def _check_text(prompt: Prompt) -> None:
+    """Raise ValueError for a chat without messages, and for text that is not valid Unicode."""
+    if isinstance(prompt, ChatHistory):
+        if not len(prompt):
+            raise ValueError("the chat history has no message")
+        return
+    try:
+        (prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False, default=str)).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the prompt is not valid Unicode: it has the lone surrogate {error.object[error.start]!r}"
+        ) from None
 
 
 def encode_text(text: str, tokenizer: openvino_genai.Tokenizer, add_special_tokens: bool = True) -> np.ndarray:

@@ -65,6 +65,27 @@ def test_ebnf_grammar_is_read_as_by_genai():
     check_walks(state_of(grammar=EBNF), EBNF_WORDS, stop=True)
 
 
+@pytest.mark.parametrize(
+    ("grammar", "words"),
+    [
+        ('root ::= "a"\n  b?\n  "e"  # the end\nb ::=\n  "b"\n  | "c"', EBNF_WORDS),
+        ('A ::= "a"\na ::= "b"\nroot ::= A a', {"ab"}),
+        ('a-b ::= "a"\na_b ::= "b"\nr.c ::= "c"\nstart ::= a-b a_b\nroot ::= start r.c', {"abc"}),
+        (r'root ::= [\u0061-\u0062\]\-\^]{2} "\u0063d\x65"', {"aacde", "abcde", "bacde", "bbcde"}),
+        (r"root ::= [^\^a\U00000062]{2}", {f"{one}{other}" for one in "cde" for other in "cde"}),
+    ],
+)
+def test_ebnf_has_rules_of_any_name_and_layout_and_escapes(grammar, words):
+    """As in GenAI: each rule and each character is the one that is written."""
+    check_walks(state_of(grammar=grammar), words, stop=True)
+
+
+def test_errors_of_ebnf_name_the_rules_as_written():
+    for source, message in (("root ::= Item-1", "Rule 'Item-1' not found"), (r'root ::= "\q"', "invalid escape \\\\q")):
+        with pytest.raises(ValueError, match=message):
+            state_of(grammar=source)
+
+
 S = StructuredOutputConfig
 B_OR_C = S.Tag("a", S.Union([S.ConstString("b"), S.ConstString("c")]), "d")
 
