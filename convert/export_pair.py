@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
+from speculative.cli.arguments import positive_float
 from speculative.cli.parser import Parser
 from speculative.cli.processes import print_or_exit, utf8_output
 from speculative.convert import eagle3_source, gguf_source, group_size, optimum_cli, program, source, thinking
@@ -70,6 +71,7 @@ class HalfOptions:
     extra: list[str]  # optimum-cli options
     wheel: source.Wheel | None = None  # the package on PyPI that has the GGUF file
     layers: list[int] = field(default_factory=list)  # of the main model, whose outputs an EAGLE-3 head reads
+    rope_theta: float | None = None  # rotary base of an EAGLE-3 head, if it is not that of its config
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -93,6 +95,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     if "wheel" in pair:
         wheel = source.Wheel(**pair["wheel"])
         options.halves["main"].name, options.halves["main"].wheel = wheel.name, wheel
+    if draft := options.halves.get("draft"):
+        known = (one.get("draft_rope_theta") for one in known_pairs().values() if one.get("draft") == draft.name)
+        draft.rope_theta = options.draft_rope_theta or next(known, None)
     options.out_dir = Path(out_dir)
     options.licence = pair.get("licence")
     return options
@@ -141,6 +146,13 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="change the chat template: the model then thinks only if a request sets enable_thinking (Qwen3, SmolLM3)",
     )
+    add(
+        "--draft-rope-theta",
+        type=positive_float,
+        metavar="N",
+        help="rotary base of an EAGLE-3 head (default: that of its config.json, except for known heads that were "
+        "trained with another one)",
+    )
     add("--for", dest="device", choices=["NPU"], help="add (and print) the options that this device needs")
     add("--revision", help="branch, tag or commit of MAIN on the hub")
     add("--draft-revision", help="branch, tag or commit of DRAFT on the hub")
@@ -165,7 +177,7 @@ def resolve_models(parser: argparse.ArgumentParser, options: argparse.Namespace,
     if options.draft_from_main and options.without_draft:
         parser.error("--draft-from-main and --without-draft exclude each other; give one")
     alone = options.draft_from_main or options.without_draft
-    draft_options = ("draft_weight_format", "draft_args", "draft_revision", "other_tokenizer")
+    draft_options = ("draft_weight_format", "draft_args", "draft_revision", "draft_rope_theta", "other_tokenizer")
     if options.draft_from_main and options.draft_revision:
         parser.error("--draft-from-main makes the draft from MAIN: give its --revision, not --draft-revision")
     if options.revision and "wheel" in pair:
@@ -311,6 +323,8 @@ def check_sources(sources: dict[str, source.Source], options: argparse.Namespace
     if draft and not draft.is_gguf and is_head(draft.folder):
         options.halves["draft"].layers = eagle3_source.check_fit(draft, main)
     elif draft:
+        if options.draft_rope_theta:
+            raise ConvertError(f"--draft-rope-theta is for an EAGLE-3 head, which {draft.name} is not; omit it", 2)
         if options.draft_from_main:
             refuse_equal_weights(main, options)
         check = check_pair(main.path, draft.path, npu=options.device == "NPU")
@@ -425,7 +439,8 @@ def head_arguments(half_options: HalfOptions, weight_format: str | None, extra: 
             2,
         )
     layers = ["--layers", ",".join(map(str, half_options.layers))] if half_options.layers else []
-    return [*layers, *optimum_cli.arguments_for(weight_format, extra, trust_remote_code=False)]
+    base = ["--rope-theta", f"{half_options.rope_theta:g}"] if half_options.rope_theta else []
+    return [*layers, *base, *optimum_cli.arguments_for(weight_format, extra, trust_remote_code=False)]
 
 
 def is_head_by_name(name: str) -> bool:

@@ -7,6 +7,7 @@ config.json and weights only, so that no code of a checkpoint can run.
 import json
 import re
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 from speculative.convert.errors import ConvertError
@@ -40,7 +41,7 @@ def check_fit(head: Source, main: Source) -> list[int]:
     if head.is_ir:
         return []
     config, target = head_config(head), _config_of(main)
-    if names := safetensors_names(head.folder):
+    if names := tensor_names(head.folder):
         refuse_incomplete(names, config, head.name)
     sizes = [config.get("target_hidden_size") or config.get("hidden_size"), config.get("hidden_size")]
     for what, head_value, main_value in (
@@ -70,11 +71,13 @@ def head_config(head: Source) -> dict:
             f"use one of {', '.join((*ARCHITECTURES[:2], SPECULATORS))}"
         )
     kind, layers = config.get("model_type"), config.get("num_hidden_layers", 1)
-    if kind != "llama" or layers != 1:
+    # some call the layer by the type of their main model; one with the norms of Qwen3 has further tensors
+    if kind not in ("llama", "qwen3"):
         raise ConvertError(
-            f"{head.name} has {layers} layers of the type {kind}, but optimum-cli exports heads with one layer of the "
-            "type llama; use another head"
+            f"{head.name} has a layer of the type {kind}, but optimum-cli exports the type llama; use another head"
         )
+    if layers != 1:
+        raise ConvertError(f"{head.name} has {layers} layers, but optimum-cli exports one; use another head")
     if config_read.get("modal_type") == "VLM" or "_vl" in str(config_read.get("target_model_type")):
         raise ConvertError(f"{head.name} is the head of a vision-language model; use that of a text model")
     nested = config_read.get("eagle_config") or {}  # NVIDIA's checkpoints
@@ -93,7 +96,7 @@ def head_config(head: Source) -> dict:
         and value is not None  # which optimum-intel computes with
     }
     config_kept.setdefault("draft_vocab_size", config_kept.get("vocab_size"))
-    return {**config_kept, "architectures": [ARCHITECTURES[0]], "num_hidden_layers": 1}
+    return {**config_kept, "architectures": [ARCHITECTURES[0]], "model_type": "llama", "num_hidden_layers": 1}
 
 
 def refuse_incomplete(names: set[str], config: dict, config_read: str) -> None:
@@ -112,10 +115,11 @@ def refuse_incomplete(names: set[str], config: dict, config_read: str) -> None:
         )
 
 
-def stage(head: Source, folder: Path) -> None:
-    """Write a checkpoint that optimum-cli exports to a new folder: config.json, and links to the weights."""
+def stage(head: Source, folder: Path, base: float | None = None) -> None:
+    """Write a checkpoint that optimum-cli exports to a new folder: config.json, and links to the weights. `base` is the
+    head's rotary base, by default that of its config."""
     folder.mkdir(parents=True)
-    config = head_config(head)
+    config = head_config(head) | ({"rope_theta": base} if base else {})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8", newline="\n")
     patterns = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
     for path in sorted(path for pattern in patterns for path in head.folder.glob(pattern)):
@@ -131,9 +135,16 @@ def stage(head: Source, folder: Path) -> None:
             shutil.copyfile(path, folder / path.name)
 
 
-def safetensors_names(folder: Path) -> set[str]:
-    """The names of all tensors in a checkpoint's safetensors files, as in EAGLE's format."""
-    return {LAYER.sub("midlayer.", name) for path in folder.glob("*.safetensors") for name in _header(path)[0]}
+def tensor_names(folder: Path) -> set[str]:
+    """The names of all tensors in a checkpoint, as in EAGLE's format; none if its files need torch, and it is not
+    installed."""
+    names = {name for path in folder.glob("*.safetensors") for name in _header(path)[0]}
+    if not names and find_spec("torch"):
+        import torch
+
+        for path in folder.glob("pytorch_model*.bin"):
+            names |= torch.load(path, map_location="meta", weights_only=True).keys()
+    return {LAYER.sub("midlayer.", name) for name in names}
 
 
 def _layers(head: Source, main: Source, count: int | None) -> list[int]:

@@ -22,16 +22,17 @@ from speculative.convert.source import Source
 COPIED = ("config.json", "generation_config.json", "openvino_config.json")
 
 
-def convert(checkpoint: Path, folder: Path, layers: list[int], options: list[str]) -> None:
-    """Write the IR of a head to a new folder. `layers` are those whose outputs it was trained on, [] if not known.
+def convert(checkpoint: Path, folder: Path, layers: list[int], options: list[str], base: float | None = None) -> None:
+    """Write the IR of a head to a new folder. `layers` are those whose outputs it was trained on, [] if not known;
+    `base` is the rotary base that it was trained with, None if its config has that.
 
     Raises ConvertError if the checkpoint is not supported.
     """
     head = Source(str(checkpoint), checkpoint, commit=None)
     with tempfile.TemporaryDirectory() as temporary:
         staged, exported = Path(temporary, "checkpoint", checkpoint.name), Path(temporary, "exported")
-        eagle3_source.stage(head, staged)
-        _refuse_incomplete(staged, head)
+        eagle3_source.stage(head, staged, base)
+        eagle3_source.refuse_incomplete(eagle3_source.tensor_names(staged), eagle3_source.head_config(head), head.name)
         arguments = optimum_cli.arguments_for(None, options, trust_remote_code=True)
         run_optimum(optimum_cli.command(str(staged), arguments, str(exported)))
         _save(exported, folder, layers)
@@ -57,16 +58,6 @@ def run_optimum(typed: list[str]) -> None:
         program.main()
 
 
-def _refuse_incomplete(staged: Path, head: Source) -> None:
-    names = eagle3_source.safetensors_names(staged)
-    if not names:
-        import torch
-
-        for path in staged.glob("*.bin"):
-            names |= torch.load(path, map_location="meta", weights_only=True).keys()
-    eagle3_source.refuse_incomplete(names, eagle3_source.head_config(head), head.name)
-
-
 def _save(exported: Path, folder: Path, layers: list[int]) -> None:
     import openvino
 
@@ -85,9 +76,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("checkpoint", type=Path, metavar="HEAD")
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("--layers", default="", help="of the main model, counted from 0: 1,13,24")
+    parser.add_argument("--rope-theta", type=float, help="rotary base (default: that of config.json)")
     options, rest = parser.parse_known_args(arguments)
     layers = [int(layer) for layer in options.layers.split(",") if layer]
-    return run_child(lambda: convert(options.checkpoint, options.folder, layers, rest))
+    return run_child(lambda: convert(options.checkpoint, options.folder, layers, rest, options.rope_theta))
 
 
 if __name__ == "__main__":

@@ -7,10 +7,12 @@ import json
 import re
 import shutil
 
+import numpy as np
 import pytest
 
 from convert import export_pair
 from speculative.convert import eagle3_source, eagle3_to_ir, optimum_cli
+from speculative.convert.errors import ConvertError
 from speculative.convert.source import open_source
 from speculative.models.eagle3_graph import check_head
 from tests.support.later import Later, torch, transformers
@@ -58,6 +60,7 @@ def test_head_is_exported_with_its_layers_without_running_its_code(checkpoints, 
     monkeypatch.setattr(optimum_cli, "run_head", lambda typed, *_: succeeded(eagle3_to_ir.main(typed[3:])))
     pair = tmp_path / "pair"
     command = [checkpoints / "main", head, pair, "--weight-format", "fp32", "--draft-weight-format", "fp32"]
+    command += ["--draft-rope-theta", 16]
     status, out, error = exported(capsys, *command, "--trust-remote-code")
     assert status == 0, error
     assert not marker.exists()
@@ -68,10 +71,14 @@ def test_head_is_exported_with_its_layers_without_running_its_code(checkpoints, 
 
     graph = check_head(pair / "draft", pair / "main")
     assert graph.layers == graph.taps == list(LAYERS)
+    size = json.loads((head / "config.json").read_text(encoding="utf-8"))["head_dim"]
+    frequencies = 16.0 ** (-np.arange(0, size, 2) / size)  # of the rotary embedding with this base
+    constants = [op.data.ravel() for op in graph.model.get_ops() if op.get_type_name() == "Constant"]
+    assert any(one.size == size // 2 and np.allclose(one, frequencies, rtol=1e-3) for one in constants)
     names = sorted(path.name for path in (pair / "draft").iterdir())
     assert names == ["config.json", "generation_config.json", "openvino_model.bin", "openvino_model.xml"]
     record = json.loads((pair / "pair.json").read_text(encoding="utf-8"))["draft"]
-    assert "eagle3_to_ir" in record["command"] and "--layers 1,3,4" in record["command"]
+    assert "eagle3_to_ir" in record["command"] and "--layers 1,3,4 --rope-theta 16 " in record["command"]
     texts = "".join(path.read_text(encoding="utf-8") for path in (pair / "draft").glob("*.json"))
     assert "auto_map" not in texts and ".unfinished" not in texts and "site-packages" not in texts
 
@@ -86,6 +93,42 @@ def test_head_that_names_the_architecture_of_its_main_model_is_recognised(checkp
     """As the EAGLE-3 paper's authors published theirs."""
     head = open_source(str(changed(checkpoints, tmp_path / "head", architectures=["LlamaForCausalLM"])), None)
     assert head.is_head and eagle3_source.head_config(head)["architectures"] == ["LlamaForCausalLMEagle3"]
+
+
+def test_head_that_names_the_type_of_its_main_model_is_a_llama(checkpoints, tmp_path):
+    head = open_source(str(changed(checkpoints, tmp_path / "head", model_type="qwen3")), None)
+    eagle3_source.check_fit(head, open_source(str(checkpoints / "main"), None))
+    assert eagle3_source.head_config(head)["model_type"] == "llama"
+
+
+def test_incomplete_head_of_torch_is_refused_before_the_export(checkpoints, tmp_path):
+    folder = changed(checkpoints, tmp_path / "head")
+    tensors = safetensors.load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    main = open_source(str(checkpoints / "main"), None)
+    for names, words in (
+        ({"d2t"}, None),
+        (set(), "lacks d2t"),
+        ({"d2t", "midlayer.self_attn.q_norm.weight"}, "q_norm"),
+    ):
+        kept = {name: tensor for name, tensor in tensors.items() if name != "d2t"}
+        kept |= {name: tensors.get(name, torch.zeros(1)) for name in names}
+        torch.save(kept, folder / "pytorch_model.bin")
+        head = open_source(str(folder), None)
+        if words is None:
+            assert eagle3_source.check_fit(head, main) == list(LAYERS)
+            continue
+        with pytest.raises(ConvertError, match=words):
+            eagle3_source.check_fit(head, main)
+
+
+def test_known_heads_of_angelslim_get_the_base_of_their_training():
+    """Their training code ignores that of their configs."""
+    for draft, expected in (("AngelSlim/Qwen3-8B_eagle3", 10000), ("someone/Qwen3-8B_eagle3", None)):
+        options = export_pair.parse(["Qwen/Qwen3-8B", draft, "x"])
+        assert options.halves["draft"].rope_theta == expected
+    options = export_pair.parse(["--pair", "qwen3-8b-eagle3", "--draft-rope-theta", "5e5"])
+    assert options.halves["draft"].rope_theta == 5e5
 
 
 @pytest.mark.parametrize("shard_size", [1 << 30, 1 << 15])
@@ -149,7 +192,7 @@ def test_layers_come_from_config_or_published_defaults(config, layers, checkpoin
         ("main", {"norm_before_residual": True}, "has norm_before_residual, which optimum-cli ignores"),
         ("main", {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "of the architecture Eagle3DeepseekV2ForCausalLM"),
         ("main", {"modal_type": "VLM"}, "is the head of a vision-language model"),
-        ("main", {"model_type": "qwen3"}, "has 1 layers of the type qwen3"),
+        ("main", {"model_type": "gemma3_text"}, "has a layer of the type gemma3_text"),
         ("head", {}, "is an EAGLE-3 head, a draft for another model"),
     ],
 )
