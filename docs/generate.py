@@ -30,6 +30,7 @@ API = {
     "speculative.batch_decoder": "Many requests in one batch",
     "speculative.models.spec": "Models to load",
     "speculative.sequence.result": "Results",
+    "speculative.sampling.logprobs": "Log-probabilities",
     "speculative.sequence.metrics": "Metrics",
     "speculative.sampling.rejection_sampling": "The algorithm",
     "speculative.drafting.policy": "Draft-length policies",
@@ -95,22 +96,26 @@ def python_api() -> str:
     sections = [f"{NOTE}# Python API\n"]
     for module, title in API.items():
         path = ROOT / (module.replace(".", "/") + ".py")
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        source = path.read_text(encoding="utf-8")
+        tree = ast.parse(source)
         sections.append(f"## {title}: `{module}`\n\n{docstring(tree)}\n")
         for node in tree.body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
-                sections += described(node)
+                sections += described(node, source.splitlines())
     return "\n".join(sections)
 
 
-def described(node: ast.FunctionDef | ast.ClassDef) -> list[str]:
-    """The Markdown of a function, or of a class and its public methods."""
+def described(node: ast.FunctionDef | ast.ClassDef, lines: list[str]) -> list[str]:
+    """The Markdown of a function, or of a class with its fields and public methods; `lines` are those of its file."""
     if isinstance(node, ast.FunctionDef):
         return [f"### `{node.name}`\n\n```python\n{signature(node)}\n```\n\n{docstring(node)}\n"]
     public = [item for item in node.body if isinstance(item, ast.FunctionDef)]
     init = next((item for item in public if item.name == "__init__"), None)
     shown = f"```python\n{signature(init, node.name)}\n```\n\n" if init else ""
     sections = [f"### `{node.name}`\n\n{shown}{docstring(node)}\n"]
+    if fields := [item for item in node.body if isinstance(item, ast.AnnAssign)]:
+        shown = "\n".join(line.strip() for item in fields for line in lines[item.lineno - 1 : item.end_lineno])
+        sections.append(f"```python\n{shown}\n```\n")
     if init and docstring(init):
         sections.append(f"{docstring(init)}\n")
     for item in public:

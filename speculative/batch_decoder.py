@@ -65,7 +65,11 @@ T = TypeVar("T")
 
 
 class Request:
-    """A request being decoded, created by `BatchDecoder.add_request`; `result` grows with every step."""
+    """A request being decoded, created by `BatchDecoder.add_request`; `result` grows with every step.
+
+    `finished` tells whether it has ended, and `error` is the exception that ended it, if one did. `cached_tokens` of
+    its prompt came from the prefix cache.
+    """
 
     def __init__(
         self,
