@@ -12,6 +12,7 @@ from pathlib import Path
 
 from speculative.convert.errors import ConvertError
 from speculative.convert.source import Source
+from speculative.error_text import one_line
 from speculative.models import gguf_file
 from speculative.models.config import read_config, rope_theta, text_config
 
@@ -143,7 +144,10 @@ def tensor_names(folder: Path) -> set[str]:
         import torch
 
         for path in folder.glob("pytorch_model*.bin"):
-            names |= torch.load(path, map_location="meta", weights_only=True).keys()
+            try:
+                names |= torch.load(path, map_location="meta", weights_only=True).keys()
+            except Exception as error:  # torch has no class for these
+                raise ConvertError(f"{path} cannot be read ({one_line(error)[:100]}); download it again") from error
     return {LAYER.sub("midlayer.", name) for name in names}
 
 

@@ -7,9 +7,10 @@ rule gets a line.
 
 import re
 
+# What is not closed ends with its line or the text: otherwise each part of it would be looked at again.
 TOKEN = re.compile(
-    r"""(?P<string>"(?:\\.|[^"\\\n])*")|(?P<class>\[(?:\\.|[^\]\\])*\])|(?P<space>(?:\s|\#[^\n]*)+)|(?P<count>\{[^}]*\})"""
-    r"""|(?P<name>[A-Za-z_][\w.-]*)|(?P<is>::=)|(?P<other>.)""",
+    r"""(?P<string>"(?:\\.|[^"\\\n])*(?:"|\\?\Z|(?=\n)))|(?P<class>\[(?:\\.|[^\]\\])*(?:\]|\\?\Z))"""
+    r"""|(?P<count>\{[^}]*(?:\}|\Z))|(?P<space>(?:\s|\#[^\n]*)+)|(?P<name>[A-Za-z_][\w.-]*)|(?P<is>::=)|(?P<other>.)""",
     re.DOTALL,
 )
 ESCAPE = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|x([0-9A-Fa-f]{2})|(.))", re.DOTALL)
@@ -30,8 +31,12 @@ def rewrite(source: str) -> tuple[str, dict[str, str]]:
             begins_rule = tokens[i + 1 : i + 2] == [("is", "::=")]
             text = ("\n" if begins_rule else "") + new_names.setdefault(text, f"rule{len(new_names)}x")
         elif kind == "string":
+            if len(text) < 2 or not text.endswith('"'):
+                raise ValueError('a string has no closing "')
             text = '"' + _without_escapes(text[1:-1], quoted='"\\') + '"'
         elif kind == "class":
+            if not text.endswith("]"):
+                raise ValueError("a character class has no closing ]")
             begin = "[^" if text.startswith("[^") else "["
             text = begin + _without_escapes(text[len(begin) : -1], quoted="]\\", coded="-^") + "]"
         words.append(text)

@@ -210,6 +210,7 @@ HOSTILE = {
     "nothing is allowed": ({OUTPUTS: {"json": {"$ref": "#"}}}, 400),
     "rules that never end": ({OUTPUTS: {"grammar": 'root ::= "a" root'}}, 400),
     "a text that never ends": ({OUTPUTS: {"grammar": 'root ::= "a" root | "b"'}}, 200),
+    "a string of quotes that is never closed": ({OUTPUTS: {"grammar": 'root ::= "' + r"\"" * 10_000}}, 400),
     "a regular expression of many states": ({OUTPUTS: {"regex": "(a|b)*a(a|b){18}"}}, 200),
     "repetitions of repetitions": ({OUTPUTS: {"regex": "((a{1,900}){1,900}){1,900}"}}, 200),
 }
