@@ -8,12 +8,11 @@ import openvino_genai
 
 from speculative.convert.errors import ConvertError
 from speculative.convert.source import Source
-from speculative.pair import model_info
+from speculative.pair import model_info, thinking_switch
+from speculative.pair.thinking_switch import VARIABLE
 
-VARIABLE = "enable_thinking"
 OFF = f"{{%- if {VARIABLE} is not defined %}}{{%- set {VARIABLE} = false %}}{{%- endif %}}"
 IN_IR = re.compile(rf'(<chat_template value=")(?=[^"]*{VARIABLE})')
-TURN = [{"role": "user", "content": "Hi"}]
 
 
 def template_of(model: Source) -> str:
@@ -52,12 +51,7 @@ def disable(folder: Path, name: str, is_required: bool) -> None:
         if isinstance(settings.get("chat_template"), str):
             settings["chat_template"] = OFF + settings["chat_template"]
             _write(file, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
-    tokenizer = openvino_genai.Tokenizer(str(folder))
-    usual, off = (
-        tokenizer.apply_chat_template(TURN, add_generation_prompt=True, extra_context=variables)
-        for variables in ({}, {VARIABLE: False})
-    )
-    if usual != off:
+    if thinking_switch.is_on_by_default(openvino_genai.Tokenizer(str(folder))) is not False:
         raise ConvertError(f"the chat template of {name} cannot be changed; omit --no-thinking")
 
 

@@ -17,11 +17,10 @@ from typing import NamedTuple
 import numpy as np
 from openvino_genai import Tokenizer
 
+from speculative.pair import thinking_switch
 from speculative.serving.api.tool_calls import SPACE, Text, held_back
 
 BEGIN, END = "<think>", "</think>"
-OPTION = "enable_thinking"  # the variable of chat templates that disables it
-TURN = {"role": "user", "content": "Hi"}
 MAX_NEWLINES = 2  # between </think> and the answer
 PROMPT_END = 8  # the last tokens of a prompt, which may spell one of them
 
@@ -34,7 +33,7 @@ class Reasoning(NamedTuple):
 
 class ReasoningFormat:
     """The reasoning in texts of a model. `decode` returns the text of token ids, special tokens included. `default` is
-    that of `enable_thinking`; None if the chat template does not know it."""
+    that of `enable_thinking`; None if the chat template does not know it, or this is not known."""
 
     def __init__(self, decode: Callable[[list[int]], str], default: bool | None = None):
         self._decode = decode
@@ -48,7 +47,10 @@ class ReasoningFormat:
         ids = tokenizer.encode(END, add_special_tokens=False).input_ids.data[0].tolist()
         if END not in tokenizer.decode(ids):
             return None
-        return cls(lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False), _default_of(tokenizer))
+        return cls(
+            lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False),
+            thinking_switch.is_on_by_default(tokenizer),
+        )
 
     def opening(self, prompt: np.ndarray) -> str | None:
         """The text that opens the reasoning in an answer to `prompt` (token ids, int64 [n]): "" if the prompt opens it,
@@ -60,20 +62,6 @@ class ReasoningFormat:
         """The number of tokens of the reasoning, </think> included, with which `tokens` begin."""
         before_end = range(1, len(tokens))
         return min(1 + bisect_left(before_end, True, key=lambda n: END in self._decode(tokens[:n])), len(tokens))
-
-
-def _default_of(tokenizer: Tokenizer) -> bool | None:
-    """Whether the chat template enables reasoning by default; None if it cannot be disabled, or this is not known."""
-    if OPTION not in tokenizer.chat_template:
-        return None
-    try:
-        usual, off = (
-            tokenizer.apply_chat_template([TURN], add_generation_prompt=True, extra_context=variables)
-            for variables in ({}, {OPTION: False})
-        )
-    except RuntimeError:  # a template that refuses this chat
-        return None
-    return usual != off
 
 
 class ReasoningParser:

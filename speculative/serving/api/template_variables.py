@@ -4,7 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator
 
-from speculative.serving.api.reasoning import END, OPTION
+from speculative.pair.thinking_switch import VARIABLE
+from speculative.serving.api.reasoning import END
 from speculative.serving.api.structured_output import Schema
 
 RESERVED = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"}  # set by the server
@@ -26,11 +27,11 @@ def effort_variables(effort: ReasoningEffort | None) -> dict[str, Any]:
     """The variables that set the effort: `reasoning_effort` and, to disable reasoning, `enable_thinking`."""
     if effort is None:
         return {}
-    return {"reasoning_effort": effort} | ({OPTION: False} if effort == "none" else {})
+    return {"reasoning_effort": effort} | ({VARIABLE: False} if effort == "none" else {})
 
 
 def has_effort(chat_template: str, effort: ReasoningEffort | None) -> bool:
     """Whether a chat template can set the effort. All that have no reasoning can set none."""
-    if effort == "none" and (OPTION in chat_template or END not in chat_template):
+    if effort == "none" and (VARIABLE in chat_template or END not in chat_template):
         return True
     return effort is None or "reasoning_effort" in chat_template
