@@ -218,12 +218,13 @@ class CachedModel:
 class TracelessCache(NamedTuple):
     """A KV cache in which rejected tokens leave no traces."""
 
-    setting: tuple[str, str]  # the property and its value
+    property: str
+    value: str
     name: str
 
 
-CPU_CACHE = TracelessCache(("KEY_CACHE_QUANT_MODE", "BY_TOKEN"), "keys quantised by token")
-GPU_CACHE = TracelessCache(("KV_CACHE_PRECISION", "f16"), "keys not quantised")
+CPU_CACHE = TracelessCache("KEY_CACHE_QUANT_MODE", "BY_TOKEN", "keys quantised by token")
+GPU_CACHE = TracelessCache("KV_CACHE_PRECISION", "f16", "keys not quantised")
 
 
 def _probabilities(logits: np.ndarray) -> np.ndarray:
@@ -329,8 +330,8 @@ def _rolled_back(
     except CannotRollBack as error:  # the first model is freed before the second is compiled
         found = error
         found.__traceback__ = None
-    setting = "=".join(cache.setting)
-    without_traces = CachedModel(backend({**properties, **dict([cache.setting])}), text)
+    setting = f"{cache.property}={cache.value}"
+    without_traces = CachedModel(backend({**properties, cache.property: cache.value}), text)
     traces = (
         f"rejected tokens change the next-token distribution by {found.difference:.3f} (total variation), rounding "
         f"alone by {found.noise:.3f}"
