@@ -16,7 +16,8 @@ from speculative.error_text import one_line
 from speculative.models import gguf_file
 from speculative.models.config import read_config, rope_theta, text_config
 
-ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
+ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+MAIN_MODEL = "LlamaForCausalLM"  # some heads give that of their main model
 SPECULATORS = "Eagle3Speculator"
 UNSUPPORTED = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # optimum-intel ignores them
 REQUIRED = {  # the tensors that optimum-intel loads, and starts at random if they are missing
@@ -66,10 +67,10 @@ def head_config(head: Source) -> dict:
     if architecture == SPECULATORS:
         config = {**config_read, **(config_read.get("transformer_layer_config") or {})}
         config.pop("transformer_layer_config", None)
-    elif architecture not in ARCHITECTURES:
+    elif architecture not in (*ARCHITECTURES, MAIN_MODEL):
         raise ConvertError(
             f"{head.name} is an EAGLE-3 head of the architecture {architecture}, which optimum-cli does not export; "
-            f"use one of {', '.join((*ARCHITECTURES[:2], SPECULATORS))}"
+            f"use one of {', '.join((*ARCHITECTURES, SPECULATORS))}"
         )
     kind, layers = config.get("model_type"), config.get("num_hidden_layers", 1)
     # some call the layer by the type of their main model; one with the norms of Qwen3 has further tensors
