@@ -85,12 +85,13 @@ class Grammars:
         """The grammar of `config`. One that is still referenced is not compiled again. Raises ValueError if it is
         invalid or of an unsupported kind, and RuntimeError without llguidance."""
         kind, source = _single_kind(config)
-        if (length := len(str(source))) > MAX_SOURCE:
+        key = str(source)
+        if (length := len(key)) > MAX_SOURCE:
             raise ValueError(
                 f"structured_output_config.{kind} has {length:,} characters, but may have at most {MAX_SOURCE:,}"
             )
         try:
-            text = self._kept_text(_Source(kind, str(source), source))
+            text = self._kept_text(_Source(kind, key, source))
         except ImportError:
             raise RuntimeError(INSTALL) from None
         except (ValueError, RecursionError) as error:
