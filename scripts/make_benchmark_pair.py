@@ -3,6 +3,7 @@
     python scripts/make_benchmark_pair.py pairs/tinyllama --shape TinyLlama-1.1B --acceptance 0.75
     python scripts/make_benchmark_pair.py pairs/tinyllama-useless --main-of pairs/tinyllama --acceptance 0
     python scripts/make_benchmark_pair.py pairs/tinyllama-sampled --main-of pairs/tinyllama --temperature 1
+    python scripts/make_benchmark_pair.py pairs/qwen3-1.7b-eagle3 --shape Qwen3-1.7B --eagle3
 
 The pair is for measuring speed when no real model is available, not for judging text: the main model generates the same
 tokens as models/embedded/main. It is that model, expanded without changing its function (Net2Net, Chen et al. 2015,
@@ -12,6 +13,9 @@ that fill the vocabulary are never predicted. Beyond the 1,024 tokens the model 
 The draft is also the embedded main model, but with only the layers it was grown from and with pseudo-random noise on
 the weights of its last norm, adjusted to reach the requested acceptance rate. The rate is measured at K = 4, greedy or
 at --temperature (where the same draft has a lower rate), on the held-out prompts or on --prompts.
+
+With --eagle3, the draft is an EAGLE-3 head: models/embedded/eagle3, expanded to the main model's shape, with a draft
+vocabulary of 32,000 tokens as published heads have, and with noise as above.
 
 --shape and --draft-shape take a name, dimensions, or a name with some dimensions changed:
 
@@ -25,7 +29,6 @@ Prints a summary, then one JSON object on the last line, which is also saved as 
 from speculative.cli.ctrl_c import raise_on_signals
 
 import argparse
-import functools
 import json
 import shutil
 import signal
@@ -33,6 +36,7 @@ import sys
 import traceback
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import openvino as ov
@@ -50,10 +54,11 @@ from speculative.decoder import Decoder
 from speculative.drafting.policy import FixedDraftLength
 from speculative.drafting.proposers import DraftModelProposer
 from speculative.error_text import one_line
-from speculative.modelgen import llama_ir
-from speculative.modelgen.expansion import Shape, expand, refuse_misfit, shape_of
-from speculative.models import cached_model
-from speculative.models.cached_model import CachedModel
+from speculative.modelgen import eagle3_ir, llama_ir
+from speculative.modelgen.eagle3_ir import Head
+from speculative.modelgen.expansion import Shape, expand, expand_head, refuse_misfit, shape_of, shape_of_head
+from speculative.modelgen.llama_ir import Llama, Matrix
+from speculative.models.loading import load_models
 from speculative.models.spec import ModelSpec
 from speculative.pair.check import check_pair
 from speculative.sequence import metrics
@@ -61,6 +66,7 @@ from speculative.sequence import metrics
 ROOT = Path(__file__).resolve().parent.parent
 
 SOURCE = ROOT / "models/embedded/main"
+HEAD_SOURCE = ROOT / "models/embedded/eagle3"
 PROMPTS = ROOT / "scripts/prompts/embedded_code.jsonl"
 
 # From the models' public config.json. Dimensions only: Qwen3's normalisation of queries and keys is left out.
@@ -73,7 +79,9 @@ SHAPES = {
     "Qwen3-4B": Shape(36, 2560, 32, 8, 128, 9728, 151936, 1),
 }
 DRAFT_SHAPE = Shape(4, 512, 8, 4, 64, 2304, 32000, 1)  # 34 M
+HEAD_VOCABULARY = 32000  # of EAGLE's published heads, and of AngelSlim's for Qwen3
 CONTEXT = 8192  # written to config.json
+Draft = TypeVar("Draft", Llama, Head)
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}  # f32 throughout
 DRAFT_LENGTH = 4
 TOLERANCE, MAX_TRIALS = 0.02, 6  # of the acceptance rate; few tokens cannot hit it closer than by one
@@ -142,6 +150,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("out", type=Path, help="output folder for OUT/main, OUT/draft, OUT/pair.json")
     add("--shape", type=shape, help=f"main model shape: {', '.join(SHAPES)} or dimensions (default: TinyLlama-1.1B)")
     add("--draft-shape", type=shape, help="draft shape (default: 4 layers of 512, 34 M with a vocabulary of 32,000)")
+    add("--eagle3", action="store_true", help="the draft is an EAGLE-3 head of the main model's shape")
     add("--acceptance", type=rate, default=0.75, metavar="A", help="acceptance rate of the draft (default: 0.75)")
     add(
         "--temperature",
@@ -197,6 +206,12 @@ def resolve_shapes(parser: argparse.ArgumentParser, arguments: argparse.Namespac
                 f"{arguments.main_of}/pair.json lacks the main model's shape ({error}): generate the pair again"
             )
     arguments.shape = arguments.shape or SHAPES["TinyLlama-1.1B"]
+    if arguments.eagle3:
+        if arguments.draft_shape:
+            parser.error("--draft-shape and --eagle3 exclude each other: a head has the shape of its main model")
+        vocabulary = min(HEAD_VOCABULARY, arguments.shape.vocabulary)
+        arguments.draft_shape = replace(arguments.shape, layers=1, vocabulary=vocabulary, tied=0)
+        return
     arguments.draft_shape = arguments.draft_shape or replace(DRAFT_SHAPE, vocabulary=arguments.shape.vocabulary)
     if arguments.draft_shape.vocabulary != arguments.shape.vocabulary:
         parser.error(
@@ -209,17 +224,17 @@ def open_sources(parser: argparse.ArgumentParser, arguments: argparse.Namespace)
     """Set `source` and `draft_source`, the models that main and draft are expanded from; check that they fit."""
     try:
         arguments.source = llama_ir.read(SOURCE)
+        arguments.draft_source = eagle3_ir.read(HEAD_SOURCE) if arguments.eagle3 else arguments.source
     except (OSError, RuntimeError, ValueError) as error:
-        parser.error(f"cannot read the embedded main model: {one_line(error)}")
-    arguments.draft_source = arguments.source
-    if arguments.draft_shape.layers < len(arguments.source.layers):
+        parser.error(f"cannot read the embedded models: {one_line(error)}")
+    if not arguments.eagle3 and arguments.draft_shape.layers < len(arguments.source.layers):
         arguments.draft_source = essential(arguments.source)
     for role, source, required in (
         ("shape", arguments.source, arguments.shape),
         ("draft-shape", arguments.draft_source, arguments.draft_shape),
     ):
         try:
-            refuse_misfit(shape_of(source), required)
+            refuse_misfit(dimensions(source), required)
         except ValueError as error:
             parser.error(f"--{role}: {error}")
 
@@ -233,43 +248,78 @@ def is_benchmark_pair(folder: Path) -> bool:
     return isinstance(pair, dict) and pair.get("kind") == "benchmark pair"
 
 
-def essential(main: llama_ir.Llama) -> llama_ir.Llama:
+def dimensions(model: Llama | Head) -> Shape:
+    return shape_of_head(model) if isinstance(model, Head) else shape_of(model)
+
+
+def matrices(model: Llama | Head) -> list[Matrix]:
+    if isinstance(model, Head):
+        return [getattr(model, key) for key in eagle3_ir.MATRICES]
+    of_layers = [getattr(layer, key) for layer in model.layers for key in llama_ir.MATRICES]
+    return [model.embedding, *of_layers, *([] if model.head is None else [model.head])]
+
+
+def essential(main: Llama) -> Llama:
     """The main model with the layers it was grown from (scripts/train_embedded_pair.py: 4, then 10)."""
     deep, shallow = len(main.layers), 4
     kept_layers = [i for i in range(deep) if not i or i * shallow // deep != (i - 1) * shallow // deep]
     return replace(main, layers=[main.layers[i] for i in kept_layers])
 
 
-def with_noise(model: llama_ir.Llama, noise: float, seed: int) -> llama_ir.Llama:
-    """The model with equally large pseudo-random values mixed into its last norm: none at noise 0, only those at 1."""
-    random = np.random.default_rng(seed).standard_normal(len(model.norm))
-    return replace(model, norm=(model.norm * (np.sqrt(1 - noise**2) + noise * random)).astype(np.float32))
+def with_noise(draft: Draft, noise: float, seed: int) -> Draft:
+    """The draft with equally large pseudo-random values mixed into its last norm: none at noise 0, only those at 1."""
+    random = np.random.default_rng(seed).standard_normal(len(draft.norm))
+    return replace(draft, norm=(draft.norm * (np.sqrt(1 - noise**2) + noise * random)).astype(np.float32))
 
 
-def write(model: llama_ir.Llama, folder: Path) -> None:
-    """Write the IR, the tokenizer and a config.json with the shape."""
+def write(model: Llama | Head, folder: Path, vocabulary: int) -> None:
+    """Write a model with its tokenizer, or the head of a main model with that `vocabulary`, to `folder`."""
     folder.mkdir(exist_ok=True)
+    if isinstance(model, Head):
+        write_head(model, folder, vocabulary)
+    else:
+        write_model(model, folder)
+
+
+def write_head(head: Head, folder: Path, vocabulary: int) -> None:
+    """Write the IR and a config.json with the shape."""
+    shape = shape_of_head(head)
+    embedding = eagle3_ir.no_embeddings(vocabulary, shape.hidden)
+    ov.save_model(eagle3_ir.build(head, embedding), folder / "openvino_model.xml", compress_to_fp16=False)
+    config = read_json(HEAD_SOURCE / "config.json")
+    config |= {"vocab_size": vocabulary, "draft_vocab_size": shape.vocabulary}
+    write_json(folder / "config.json", config | settings_of(shape, head.epsilon))
+
+
+def write_model(model: Llama, folder: Path) -> None:
+    """Write the IR, the tokenizer and a config.json with the shape."""
     ov.save_model(llama_ir.build(model), folder / "openvino_model.xml", compress_to_fp16=False)
     for pattern in TOKENIZER_FILES:
         for file in SOURCE.glob(pattern):
             shutil.copyfile(file, folder / file.name)
-    dimensions = shape_of(model)
+    shape = shape_of(model)
     config = read_json(SOURCE / "config.json")
     config |= {
-        "hidden_size": dimensions.hidden,
-        "num_hidden_layers": dimensions.layers,
-        "num_attention_heads": dimensions.heads,
-        "num_key_value_heads": dimensions.kv_heads,
-        "head_dim": dimensions.head_dim,
-        "intermediate_size": dimensions.intermediate,
-        "vocab_size": dimensions.vocabulary,
-        "tie_word_embeddings": bool(dimensions.tied),
-        "rms_norm_eps": model.epsilon,
-        "max_position_embeddings": CONTEXT,
+        "num_hidden_layers": shape.layers,
+        "vocab_size": shape.vocabulary,
+        "tie_word_embeddings": bool(shape.tied),
     }
-    write_json(folder / "config.json", config)
+    write_json(folder / "config.json", config | settings_of(shape, model.epsilon))
     settings = read_json(SOURCE / "tokenizer_config.json")
     write_json(folder / "tokenizer_config.json", {**settings, "model_max_length": CONTEXT})
+
+
+def settings_of(shape: Shape, epsilon: float) -> dict:
+    """The settings of config.json that a model and a head have in common."""
+    return {
+        "hidden_size": shape.hidden,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.intermediate,
+        "rms_norm_eps": epsilon,
+        "max_position_embeddings": CONTEXT,
+    }
 
 
 def read_json(path: Path) -> dict:
@@ -280,12 +330,12 @@ def write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def acceptance_rate(
-    main: CachedModel, draft: Path, arguments: argparse.Namespace, description: str
-) -> tuple[float, float]:
+def acceptance_rate(main: Path, draft: Path, arguments: argparse.Namespace, description: str) -> tuple[float, float]:
     """The acceptance rate at K = 4 over all prompts, and the share of one draft token in it."""
-    source = DraftModelProposer(cached_model.load(draft), main.vocab_size)
-    engine = Decoder(main, source, FixedDraftLength(DRAFT_LENGTH), openvino_genai.Tokenizer(str(SOURCE)))
+    main_model, draft_model, _ = load_models(ModelSpec(main), ModelSpec(draft))
+    assert draft_model
+    source = DraftModelProposer(draft_model, main_model.vocab_size)
+    engine = Decoder(main_model, source, FixedDraftLength(DRAFT_LENGTH), openvino_genai.Tokenizer(str(SOURCE)))
     config = openvino_genai.GenerationConfig(max_new_tokens=arguments.max_new_tokens, ignore_eos=True)
     if arguments.temperature:
         config.do_sample, config.temperature = True, arguments.temperature
@@ -295,24 +345,31 @@ def acceptance_rate(
     return metrics.acceptance_rate(proposed, accepted), 1 / max(1, sum(proposed))
 
 
-def make_draft(arguments: argparse.Namespace, folder: Path) -> tuple[llama_ir.Llama, float]:
-    """Write the draft with the noise that yields the requested acceptance rate; return it and the noise.
+def make_draft(arguments: argparse.Namespace, folder: Path) -> tuple[Llama | Head, float]:
+    """Write the draft with the noise that yields the requested acceptance rate; return it and the noise."""
+    noise = noise_for_acceptance(arguments, folder)
+    draft = with_noise(arguments.draft_source, noise, arguments.seed)
+    generator = np.random.default_rng([arguments.seed, 1])
+    if isinstance(draft, Head):
+        grown = expand_head(draft, arguments.draft_shape, arguments.shape.vocabulary, generator)
+    else:
+        grown = expand(draft, arguments.draft_shape, generator, lambda: None)
+    write(grown, folder, arguments.shape.vocabulary)
+    return grown, noise
 
-    Measured with the embedded main model, as the large one generates the same text. Acceptance falls with noise roughly
+
+def noise_for_acceptance(arguments: argparse.Namespace, folder: Path) -> float:
+    """The noise that yields the requested acceptance rate. Drafts to try are written to `folder`.
+
+    Measured with the embedded models, as the large ones generate the same text. Acceptance falls with noise roughly
     as 1 - noise^2.5, which gives the first guess; further ones interpolate linearly between the nearest on both sides.
     """
-    target, rates = arguments.acceptance, {}
-    main = cached_model.load(SOURCE)
-
-    @functools.lru_cache(maxsize=1)
-    def grown(noise: float) -> llama_ir.Llama:
-        source = with_noise(arguments.draft_source, noise, arguments.seed)
-        return expand(source, arguments.draft_shape, np.random.default_rng([arguments.seed, 1]), lambda: None)
+    target, rates, source = arguments.acceptance, {}, arguments.draft_source
 
     def try_with(noise: float) -> tuple[float, float]:
         """The acceptance rate, and the distance from it that counts as none: one token more or less."""
-        write(grown(noise), folder)
-        rates[noise], step = acceptance_rate(main, folder, arguments, f"draft with noise {noise:.3f}")
+        write(with_noise(source, noise, arguments.seed), folder, len(arguments.source.embedding.values))
+        rates[noise], step = acceptance_rate(SOURCE, folder, arguments, f"draft with noise {noise:.3f}")
         print(f"draft with noise {noise:.3f}: acceptance {rates[noise]:.3f}", file=sys.stderr)
         return rates[noise], max(TOLERANCE, 1.01 * step)
 
@@ -327,24 +384,18 @@ def make_draft(arguments: argparse.Namespace, folder: Path) -> tuple[llama_ir.Ll
                 break
             more, less = ((noise, rate), less) if rate > target else (more, (noise, rate))
             noise = more[0] + (less[0] - more[0]) * (more[1] - target) / (more[1] - less[1])
-    elif highest < target - TOLERANCE and arguments.draft_source is not arguments.source:
-        print(
-            f"warning: the acceptance rate of this draft is at most {highest:.3f}; for more, use --draft-shape with "
-            f"layers={len(arguments.source.layers)} or more",
-            file=sys.stderr,
-        )
-    noise = min(rates, key=lambda noise: abs(rates[noise] - target))
-    draft = grown(noise)
-    if noise != [*rates][-1]:
-        write(draft, folder)
-    return draft, noise
+    elif highest < target - TOLERANCE and source is not arguments.source:
+        hint = f"; for more, use --draft-shape with layers={len(arguments.source.layers)} or more"
+        warning = f"the acceptance rate of this draft is at most {highest:.3f}" + ("" if arguments.eagle3 else hint)
+        print(f"warning: {warning}", file=sys.stderr)
+    return min(rates, key=lambda noise: abs(rates[noise] - target))
 
 
-def make_main(arguments: argparse.Namespace, folder: Path) -> llama_ir.Llama:
+def make_main(arguments: argparse.Namespace, folder: Path) -> Llama:
     with tqdm(total=arguments.shape.layers, desc="main", unit="layer", leave=False) as bar:
         main = expand(arguments.source, arguments.shape, np.random.default_rng([arguments.seed, 0]), bar.update)
         bar.set_postfix_str("writing")
-        write(main, folder)
+        write_model(main, folder)
     return main
 
 
@@ -359,30 +410,30 @@ def same_tokens(main: Path, arguments: argparse.Namespace) -> dict:
     return {"equal": equal, "compared": arguments.max_new_tokens * len(prompts)}
 
 
-def facts(model: llama_ir.Llama, folder: Path, arguments: argparse.Namespace) -> dict:
-    """The facts on a model for pair.json. zero_share: share of weights that are exactly zero; time: best of three runs.
+def facts(model: Llama | Head, folder: Path) -> dict:
+    """The facts on a model for pair.json. zero_share: share of weights that are exactly zero.
 
     Raises RuntimeError if the file is smaller than its int8 weights.
     """
-    dimensions = shape_of(model)
+    parameters = sum(matrix.values.size for matrix in matrices(model))
+    zeros = sum(int(np.count_nonzero(matrix.values == matrix.zero_points)) for matrix in matrices(model))
     size = (folder / "openvino_model.bin").stat().st_size
-    if size < dimensions.parameters:
-        raise RuntimeError(f"{folder.name} has {size:,} bytes for {dimensions.parameters:,} weights: some are missing")
-    matrices = [model.embedding, *(getattr(layer, key) for layer in model.layers for key in llama_ir.MATRICES)]
-    matrices += [] if model.head is None else [model.head]
-    zeros = sum(int(np.count_nonzero(matrix.values == matrix.zero_points)) for matrix in matrices)
+    if size < parameters:
+        raise RuntimeError(f"{folder.name} has {size:,} bytes for {parameters:,} weights: some are missing")
+    return {
+        "shape": asdict(dimensions(model)),
+        "parameters": parameters,
+        "zero_share": round(zeros / parameters, 4),
+        "bytes": size,
+    }
+
+
+def milliseconds_per_token(folder: Path, arguments: argparse.Namespace) -> float:
+    """The time of a model alone: the best of three runs."""
     pipe = genai.load(ModelSpec(folder))
     inputs = genai.encode(pipe.get_tokenizer(), arguments.prompts[0])
     runs = [genai.generate(pipe, inputs, arguments.max_new_tokens) for _ in range(4)][1:]
-    return {
-        "shape": asdict(dimensions),
-        "parameters": dimensions.parameters,
-        "zero_share": round(zeros / dimensions.parameters, 4),
-        "bytes": size,
-        "milliseconds_per_token": round(
-            min(run.decode_seconds for run in runs) * 1000 / (arguments.max_new_tokens - 1), 2
-        ),
-    }
+    return round(min(run.decode_seconds for run in runs) * 1000 / (arguments.max_new_tokens - 1), 2)
 
 
 def make_pair(arguments: argparse.Namespace, folder: Path) -> dict:
@@ -395,16 +446,20 @@ def make_pair(arguments: argparse.Namespace, folder: Path) -> dict:
         pair |= {key: before[key] for key in ("main", "same_greedy_tokens")}
     else:
         main = make_main(arguments, folder / "main")
-        pair["main"] = facts(main, folder / "main", arguments)
+        pair["main"] = facts(main, folder / "main")
         del main
+        pair["main"]["milliseconds_per_token"] = milliseconds_per_token(folder / "main", arguments)
         pair["same_greedy_tokens"] = same_tokens(folder / "main", arguments)
     pair["draft"] = {
-        **facts(draft, folder / "draft", arguments),
-        "function_layers": len(arguments.draft_source.layers),
+        "kind": "EAGLE-3 head" if arguments.eagle3 else "model",
+        **facts(draft, folder / "draft"),
         "noise": noise,
         "seed": arguments.seed,
     }
-    measured, _ = acceptance_rate(cached_model.load(folder / "main"), folder / "draft", arguments, "acceptance")
+    if isinstance(draft, Llama):
+        pair["draft"]["function_layers"] = len(arguments.draft_source.layers)
+        pair["draft"]["milliseconds_per_token"] = milliseconds_per_token(folder / "draft", arguments)
+    measured, _ = acceptance_rate(folder / "main", folder / "draft", arguments, "acceptance")
     pair["acceptance"] = {
         "asked": arguments.acceptance,
         "measured": round(measured, 4),
@@ -443,7 +498,8 @@ def summary(pair: dict, out: Path) -> str:
     for role in ("main", "draft"):
         model = pair[role]
         size = f"{model['parameters'] / 1e6:,.1f} M parameters, {model['bytes'] / 1e6:,.1f} MB of int8 weights"
-        lines.append(f"{role:6} {size}, {model['milliseconds_per_token']} ms per token alone")
+        alone = model.get("milliseconds_per_token")  # a head cannot run alone
+        lines.append(f"{role:6} {size}, {f'{alone} ms per token alone' if alone else model['kind']}")
     acceptance, same = pair["acceptance"], pair["same_greedy_tokens"]
     lines.append(
         f"acceptance {acceptance['measured']:.3f} at K = {DRAFT_LENGTH}, temperature {acceptance['temperature']:g} "

@@ -1,6 +1,9 @@
-"""Builds IR of EAGLE-3 heads with int8 weights, without torch: the same graph as optimum-cli exports."""
+"""Reads and builds IR of EAGLE-3 heads with int8 weights, without torch: the same graph as optimum-cli exports."""
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import openvino as ov
@@ -33,10 +36,70 @@ class Head:
     kv_heads: int
     frequencies: np.ndarray  # float32 [head_dim / 2], of the rotary position embedding
     epsilon: float
+    attention_scale: float | None = None  # default: 1 / sqrt(head_dim)
+    logits_bias: np.ndarray | None = None  # float32 [draft vocabulary]
 
     @property
     def head_dim(self) -> int:
         return 2 * len(self.frequencies)
+
+
+MATRICES = {
+    "fc": "fc",
+    **{key: f"midlayer.{name}" for key, name in llama_ir.MATRICES.items()},
+    "lm_head": "lm_head",
+}
+
+
+def read(folder: Path) -> Head:
+    """Read a head that `build` wrote to an IR folder. Raises ValueError for anything else."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    model = ov.Core().read_model(folder / "openvino_model.xml")
+    nodes = {node.get_friendly_name(): node for node in model.get_ordered_ops()}
+
+    def reader(node: ov.Node) -> ov.Node:
+        return next(iter(node.output(0).get_target_inputs())).get_node()
+
+    def source(node: ov.Node, *inputs: int) -> ov.Node:
+        """The node reached from `node` by its input of this number, that node's input of the next, and so on."""
+        for i in inputs:
+            node = node.input_value(i).get_node()
+        return node
+
+    def scaled(name: str) -> ov.Node:
+        """The last operation of the graph that `llama_ir.weights` builds, but for the conversion to f32."""
+        return reader(reader(reader(nodes[f"self.model.{name}.weight"])))
+
+    def matrix(name: str) -> Matrix:
+        parts = ((0, 0, 0), (0, 1, 0), (1,))  # values, zero points, scales
+        return Matrix(*(np.array(source(scaled(name), *part).data) for part in parts))
+
+    def read_by(key: str) -> ov.Node:
+        """What the product with a matrix reads."""
+        return source(reader(reader(scaled(MATRICES[key]))), 0)
+
+    def norm(normed: ov.Node) -> np.ndarray:
+        return np.array(source(normed, 0).data).ravel()
+
+    try:
+        cos = next(node for node in nodes.values() if node.get_type_name() == "Cos")
+        d2t = np.array(nodes["self.model.d2t"].data)
+        parts: dict[str, Any] = {key: matrix(name) for key, name in MATRICES.items()}
+        return Head(
+            **parts,
+            hidden_norm=norm(source(read_by("q"), 1)),
+            input_norm=norm(source(read_by("q"), 0)),
+            feed_forward_norm=norm(read_by("gate")),
+            norm=norm(read_by("lm_head")),
+            targets=d2t + np.arange(len(d2t)),
+            layers=[int(layer) for layer in model.get_rt_info("hidden_layers_list").astype(str).split()],
+            heads=config["num_attention_heads"],
+            kv_heads=config["num_key_value_heads"],
+            frequencies=np.array(source(cos, 0, 0, 0, 0).data).ravel(),  # through a concat, a transpose and a product
+            epsilon=config["rms_norm_eps"],
+        )
+    except (KeyError, AttributeError, StopIteration, RuntimeError) as error:
+        raise ValueError(f"{folder} is not an EAGLE-3 head written by this project ({error})") from error
 
 
 def no_embeddings(vocabulary: int, hidden: int) -> ov.Output:
@@ -67,9 +130,7 @@ def build(head: Head, embedding: ov.Output) -> ov.Model:
     batch = ops.gather(ops.shape_of(inputs["input_ids"]), np.array([0]), np.int64(0))
     sinks: list[ov.Node] = []
     q, k, v = (
-        llama_ir.split_heads(
-            linear(x, getattr(head, name), f"midlayer.{llama_ir.MATRICES[name]}"), count, head.head_dim
-        )
+        llama_ir.split_heads(linear(x, getattr(head, name), MATRICES[name]), count, head.head_dim)
         for name, count in (("q", head.heads), ("k", head.kv_heads), ("v", head.kv_heads))
     )
     q, k = (llama_ir.rotate(part, cos, sin, head.head_dim) for part in (q, k))
@@ -77,16 +138,18 @@ def build(head: Head, embedding: ov.Output) -> ov.Model:
     _, v = llama_ir.cached(v, "0.value", inputs["beam_idx"], batch, head, sinks)
     mask = llama_ir.causal_mask(past, inputs["input_ids"], inputs["attention_mask"])
     k, v = (llama_ir.repeat_heads(cache, head) for cache in (k, v))
-    scale = ops.constant(np.float32(head.head_dim**-0.5))
+    scale = ops.constant(np.float32(head.attention_scale or head.head_dim**-0.5))
     attended = ops.transpose(ops.scaled_dot_product_attention(q, k, v, mask, scale), np.array([0, 2, 1, 3]))
     attended = ops.reshape(attended, np.array([0, 0, head.heads * head.head_dim]), special_zero=True)
-    hidden = ops.add(hidden, linear(attended, head.o, "midlayer.self_attn.o_proj"))
+    hidden = ops.add(hidden, linear(attended, head.o, MATRICES["o"]))
     x = llama_ir.rms_norm(hidden, head.feed_forward_norm, head.epsilon)
-    gate = ops.swish(linear(x, head.gate, "midlayer.mlp.gate_proj"))
-    x = ops.multiply(gate, linear(x, head.up, "midlayer.mlp.up_proj"))
-    hidden = ops.add(hidden, linear(x, head.down, "midlayer.mlp.down_proj"))
+    gate = ops.swish(linear(x, head.gate, MATRICES["gate"]))
+    x = ops.multiply(gate, linear(x, head.up, MATRICES["up"]))
+    hidden = ops.add(hidden, linear(x, head.down, MATRICES["down"]))
     hidden.set_friendly_name("__module.model.midlayer/aten::add/Add_1")  # engines look it up by its name
     logits = linear(llama_ir.rms_norm(hidden, head.norm, head.epsilon), head.lm_head, "lm_head")
+    if head.logits_bias is not None:
+        logits = ops.add(logits, head.logits_bias)
     d2t = ops.constant(head.targets - np.arange(len(head.targets)))
     d2t.set_friendly_name("self.model.d2t")
     results = []

@@ -1,4 +1,4 @@
-"""Function-preserving expansion of a Llama to a larger shape.
+"""Function-preserving expansion of a Llama, or an EAGLE-3 head, to a larger shape.
 
 As in Net2Net (Chen et al. 2015, arXiv 1511.05641), the small model occupies the first channels, heads and neurons of
 the large one, with its own int8 values, zero points and scales, so nothing is requantised. All other weights are
@@ -11,6 +11,11 @@ Everything new is exactly zero wherever it is read: new hidden channels, value h
 zero, whatever `gate` is), and the output of added layers. New query heads on an old key head do attend to something,
 but the weights that read them are zero. An embedding row has one scale for all channels, so rows of the tokenizer's
 tokens are zero, not random, in the new channels.
+
+Rounding makes some of these zeros small numbers, which many random layers would amplify: with OpenVINO's 8-bit KV
+cache, a model of 28 layers wrote other text. So the rows that compute zeros have small scales.
+
+An EAGLE-3 head is expanded in the same way, with each part of the concatenations that it reads on its own.
 """
 
 from collections.abc import Callable
@@ -18,9 +23,11 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
+from speculative.modelgen.eagle3_ir import Head
 from speculative.modelgen.llama_ir import Layer, Llama, Matrix
 
 NEVER = -1e4  # added to the logits of ids beyond the small model's
+DAMPING = np.float16(2**-6)  # of the scales of new rows whose outputs are zero
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,20 @@ def shape_of(llama: Llama) -> Shape:
         intermediate=len(llama.layers[0].up.values),
         vocabulary=len(llama.embedding.values),
         tied=int(llama.head is None),
+    )
+
+
+def shape_of_head(head: Head) -> Shape:
+    """The shape of an EAGLE-3 head; `vocabulary` is the draft's."""
+    return Shape(
+        layers=1,
+        hidden=len(head.norm),
+        heads=head.heads,
+        kv_heads=head.kv_heads,
+        head_dim=head.head_dim,
+        intermediate=len(head.up.values),
+        vocabulary=len(head.targets),
+        tied=0,
     )
 
 
@@ -94,6 +115,12 @@ class Places:
 def first(small: int, large: int) -> Places:
     """The small model's indices come first."""
     return Places(np.where(np.arange(large) < small, np.arange(large), -1))
+
+
+def repeated(places: Places, size: int, times: int) -> Places:
+    """Mappings of a concatenation of `times` equal parts, which have `size` indices each in the small model."""
+    origins = [np.where(places.used, places.origin + i * size, -1) for i in range(times)]
+    return Places(np.concatenate(origins), np.tile(places.live, times))
 
 
 def head_places(small: Shape, large: Shape) -> tuple[Places, Places]:
@@ -141,6 +168,7 @@ def grow(
     used = rows.used if embed else np.zeros(shape[0], bool)
     if new_rows_zero:
         values[np.ix_(~used, live)] = 128
+        scales[~used] *= DAMPING
     origin = rows.origin[used]
     zero_points[used], scales[used] = small.zero_points[origin], small.scales[origin]
     source = columns.origin[live]
@@ -156,6 +184,7 @@ class Expansion:
         self.neurons = first(old.intermediate, new.intermediate)
         self.queries, self.keys = head_places(old, new)
         self.share = old.hidden / new.hidden  # new channels are zero, so the mean square shrinks by this factor
+        self.added_frequencies = (new.head_dim - old.head_dim) // 2
         self.generator = generator
 
     def matrix(
@@ -168,6 +197,11 @@ class Expansion:
         weights = self.generator.uniform(0.5, 1.5, len(self.hidden.origin)) * like.mean()
         weights[: len(like)] = like
         return (weights * np.sqrt(self.share)).astype(np.float32)
+
+    def frequencies(self, like: np.ndarray) -> np.ndarray:
+        """Rotary frequencies float32 [new.head_dim / 2] from those of the small model, [old.head_dim / 2]."""
+        added = like[-1] * self.generator.uniform(0.1, 1, self.added_frequencies)
+        return np.concatenate([like, added]).astype(np.float32)
 
     def layer(self, like: Layer, embed: bool) -> Layer:
         """A layer with the function of `like`, or, without `embed`, an added one, which changes nothing."""
@@ -202,7 +236,6 @@ def expand(small: Llama, shape: Shape, generator: np.random.Generator, progress:
     tokens = first(old.vocabulary, shape.vocabulary)
     written = Places(new.hidden.origin, np.ones_like(new.hidden.live))  # an embedding row is written to all channels
     head = small.embedding if small.head is None else small.head
-    added_frequencies = small.frequencies[-1] * generator.uniform(0.1, 1, (shape.head_dim - old.head_dim) // 2)
     return replace(
         small,
         embedding=new.matrix(small.embedding, tokens, written, new_rows_zero=False),
@@ -211,7 +244,52 @@ def expand(small: Llama, shape: Shape, generator: np.random.Generator, progress:
         head=None if shape.tied else new.matrix(head, tokens, new.hidden, new_rows_zero=False),
         heads=shape.heads,
         kv_heads=shape.kv_heads,
-        frequencies=np.concatenate([small.frequencies, added_frequencies]).astype(np.float32),
+        frequencies=new.frequencies(small.frequencies),
         epsilon=small.epsilon * new.share,
-        logits_bias=np.where(tokens.used, 0, NEVER).astype(np.float32) if not tokens.used.all() else None,
+        logits_bias=bias(tokens),
     )
+
+
+def expand_head(small: Head, shape: Shape, vocabulary: int, generator: np.random.Generator) -> Head:
+    """Expand an EAGLE-3 head to `shape`, with the same function, for the expansion of its main model with the same
+    hidden size and `vocabulary` tokens. Added tokens of the draft vocabulary are never drafted.
+
+    Raises ValueError if it does not fit.
+    """
+    old = shape_of_head(small)
+    refuse_misfit(old, shape)
+    new = Expansion(old, shape, generator)
+    others = np.setdiff1d(np.arange(vocabulary), small.targets)
+    added = others[len(others) - (shape.vocabulary - old.vocabulary) :]  # the last: a d2t of zeros would look damaged
+    targets = np.sort(np.concatenate([small.targets, added]))
+    origin = np.full(len(targets), -1)
+    origin[targets.searchsorted(small.targets)] = np.arange(old.vocabulary)
+    tokens, both = Places(origin), repeated(new.hidden, old.hidden, 2)  # of the embedding and the hidden state
+    return Head(
+        fc=new.matrix(small.fc, new.hidden, repeated(new.hidden, old.hidden, 3)),
+        q=new.matrix(small.q, new.queries, both, new_rows_zero=False),
+        k=new.matrix(small.k, new.keys, both),
+        v=new.matrix(small.v, new.keys, both),
+        o=new.matrix(small.o, new.hidden, new.queries),
+        gate=new.matrix(small.gate, new.neurons, new.hidden, new_rows_zero=False),
+        up=new.matrix(small.up, new.neurons, new.hidden),
+        down=new.matrix(small.down, new.hidden, new.neurons),
+        lm_head=new.matrix(small.lm_head, tokens, new.hidden, new_rows_zero=False),
+        hidden_norm=new.norm(small.hidden_norm),
+        input_norm=new.norm(small.input_norm),
+        feed_forward_norm=new.norm(small.feed_forward_norm),
+        norm=new.norm(small.norm),
+        targets=targets,
+        layers=small.layers,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        frequencies=new.frequencies(small.frequencies),
+        epsilon=small.epsilon * new.share,
+        attention_scale=small.attention_scale or small.head_dim**-0.5,
+        logits_bias=bias(tokens),
+    )
+
+
+def bias(tokens: Places) -> np.ndarray | None:
+    """The bias float32 of the logits that keeps added tokens from being generated; None without any."""
+    return None if tokens.used.all() else np.where(tokens.used, 0, NEVER).astype(np.float32)

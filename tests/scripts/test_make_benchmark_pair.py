@@ -13,8 +13,11 @@ import openvino as ov
 import pytest
 from openvino._offline_transformations import paged_attention_transformation
 
-from speculative.modelgen import expansion, llama_ir
+from scripts import make_benchmark_pair as program
+from speculative.modelgen import eagle3_ir, expansion, llama_ir
 from speculative.modelgen.expansion import Shape
+from speculative.models import eagle3_head
+from speculative.models.spec import ModelSpec
 from tests.support.in_process import run_here as run_in_process
 from tests.support.killing import killed_at_rename
 from tests.support.paths import MAIN, ROOT
@@ -82,6 +85,60 @@ def assert_same_function(grown, shape, expected):
     logits = run_model(llama_ir.build(grown))
     assert np.abs(logits[:, :4096] - expected).max() < SAME
     assert logits[:, 4096:].max(initial=-1e9) < -1000  # ids beyond the tokenizer's
+
+
+def test_errors_of_added_layers_stay_small(short):
+    """Rounding makes the zeros that they compute small numbers."""
+    grown = grow(short[0], replace(SMALL, layers=12))
+    for layer in grown.layers[2:]:
+        layer.v.values[:] = np.minimum(layer.v.values, 254) + 1
+    assert np.abs(run_model(llama_ir.build(grown))[:, :4096] - short[1]).max() < SAME
+
+
+@pytest.fixture(scope="module")
+def small_head():
+    return eagle3_ir.read(ROOT / "models/embedded/eagle3")
+
+
+def test_head_that_is_read_and_written_again_is_the_same(small_head, tmp_path):
+    program.write_head(small_head, tmp_path / "head", 4096)
+    for name in ("openvino_model.bin", "config.json"):
+        ours, original = (folder / name for folder in (tmp_path / "head", ROOT / "models/embedded/eagle3"))
+        if name == "config.json":
+            assert json.loads(ours.read_text()) == json.loads(original.read_text()) | {"max_position_embeddings": 8192}
+        else:
+            assert ours.read_bytes() == original.read_bytes()
+
+
+HEAD_SHAPES = {
+    "same head size": replace(SMALL, layers=1, vocabulary=3000),
+    "larger heads": Shape(1, 576, 12, 4, 80, 1408, 5000, 0),
+}
+
+
+@pytest.mark.parametrize("shape", HEAD_SHAPES.values(), ids=HEAD_SHAPES.keys())
+def test_expanded_head_computes_the_same_logits(source, small_head, tmp_path, shape):
+    """Beside an expanded main model: after verified tokens, and after two draft tokens."""
+    deep = replace(shape, layers=10, vocabulary=5000)
+    program.write_model(grow(source, deep), tmp_path / "main")
+    grown = expansion.expand_head(small_head, shape, 5000, np.random.default_rng(1))
+    program.write_head(grown, tmp_path / "head", 5000)
+    assert expansion.shape_of_head(grown) == shape
+    expected, targets = draft_logits(MAIN, ROOT / "models/embedded/eagle3")
+    logits, grown_targets = draft_logits(tmp_path / "main", tmp_path / "head")
+    assert len(set(grown_targets)) == shape.vocabulary and (np.diff(grown_targets) > 0).all()
+    places = grown_targets.searchsorted(targets)
+    assert (grown_targets[places] == targets).all()
+    assert np.abs(logits[:, places] - expected).max() < SAME
+    assert np.delete(logits, places, axis=1).max() < -1000  # added tokens
+
+
+def draft_logits(main, head):
+    """Logits of the draft vocabulary after 8, 9 and 10 of the tokens, of which the main model knows 7; their tokens."""
+    exact = {"EXECUTION_MODE_HINT": "ACCURACY"}
+    model, draft = eagle3_head.load(ModelSpec(main, properties=exact), ModelSpec(head, properties=exact), capacity=64)
+    model.logits(TOKENS[0, :7])
+    return np.concatenate([draft.logits(TOKENS[0, :n]).copy() for n in (8, 9, 10)]), draft.targets
 
 
 @pytest.mark.parametrize("key", ["q", "k", "v", "o", "gate", "up", "down"])
@@ -214,6 +271,18 @@ def test_useless_and_good_drafts_reuse_the_main_model(made, prompts, tmp_path):
     assert acceptance["temperature"] == 1.5 and 0.2 < acceptance["measured"] != measured
 
 
+def test_eagle3_head_drafts_for_the_main_model(made, prompts, tmp_path):
+    out = tmp_path / "eagle3"
+    process = make(out, "--main-of", made[0], "--eagle3", "--acceptance", "0.4", "--prompts", prompts, tokens=48)
+    pair = json.loads((out / "pair.json").read_text(encoding="utf-8"))
+    assert json.loads(process.stdout.splitlines()[-1]) == pair
+    assert pair["draft"]["kind"] == "EAGLE-3 head" and pair["draft"]["noise"] > 0
+    assert pair["draft"]["shape"] == vars(replace(SMALL, layers=1))
+    assert pair["draft"]["parameters"] <= (out / "draft/openvino_model.bin").stat().st_size
+    assert abs(pair["acceptance"]["measured"] - 0.4) < 0.1
+    assert "EAGLE-3 head" in process.stdout
+
+
 def test_long_texts_are_not_truncated(made):
     import openvino_genai
 
@@ -232,6 +301,7 @@ def test_long_texts_are_not_truncated(made):
         (["--shape", "TinyLlama-1.1B,kv_heads=2"], "give at least kv_heads=4"),
         (["--shape", "TinyLlama-1.1B,heads=30"], "heads must be a multiple of kv_heads"),
         (["--draft-shape", "TinyLlama-1.1B,layers=3"], "--draft-shape: layers=3 is too small"),
+        (["--draft-shape", "Llama-3.2-1B", "--eagle3"], "--draft-shape and --eagle3 exclude each other"),
         (["--draft-shape", "Llama-3.2-1B"], "vocabulary=128256 differs from the main model's 32000"),
         (["--acceptance", "1.5"], "'1.5' is not an acceptance rate"),
         (["--acceptance", "high"], "'high' is not an acceptance rate"),

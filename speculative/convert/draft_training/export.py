@@ -14,11 +14,6 @@ from speculative.convert.draft_training.head import HeadTraining
 from speculative.convert.draft_training.main_model import MainModel
 from speculative.modelgen import eagle3_ir, llama_ir
 
-MATRICES = {
-    "fc": "fc",
-    **{key: f"midlayer.{name}" for key, name in llama_ir.MATRICES.items()},
-    "lm_head": "lm_head",
-}
 NORMS = {
     "hidden_norm": "midlayer.hidden_norm",
     "input_norm": "midlayer.input_layernorm",
@@ -58,7 +53,9 @@ WRITTEN = (  # also where they are transformers' defaults
 def save_ir(training: HeadTraining, main: MainModel, layers: list[int], folder: Path) -> None:
     """Write the IR with int8 weights, marked with the `layers` of the main model that the head was trained on."""
     weights = {name: weight.detach().float().cpu().numpy() for name, weight in training.head.named_parameters()}
-    parts: dict[str, Any] = {key: llama_ir.in_int8(weights[f"{name}.weight"]) for key, name in MATRICES.items()}
+    parts: dict[str, Any] = {
+        key: llama_ir.in_int8(weights[f"{name}.weight"]) for key, name in eagle3_ir.MATRICES.items()
+    }
     parts |= {key: weights[f"{name}.weight"] for key, name in NORMS.items()}
     head = eagle3_ir.Head(
         **parts,
