@@ -40,6 +40,7 @@ LEFT_OUT = ("token_view",)  # not saved: only for the HTML report
 
 EMBEDDED = "models/embedded/main models/embedded/draft"
 LARGE = "build/tinyllama/main build/tinyllama/draft"
+LARGE_HEAD = "build/qwen3-1.7b-eagle3/main build/qwen3-1.7b-eagle3/draft"
 FAST = "--huge-pages --property DYNAMIC_QUANTIZATION_GROUP_SIZE=128"
 CHAT = "models/smollm2-135m/main models/smollm2-135m/draft"
 MIXED = "--prompts scripts/prompts/repeats.jsonl,scripts/prompts/instructions.jsonl"
@@ -48,6 +49,7 @@ PAIRS = {  # made when needed; the second one needs the first
     "build/tinyllama-useless": (
         "scripts/make_benchmark_pair.py build/tinyllama-useless --main-of build/tinyllama --acceptance 0"
     ),
+    "build/qwen3-1.7b-eagle3": "scripts/make_benchmark_pair.py build/qwen3-1.7b-eagle3 --shape Qwen3-1.7B --eagle3",
     "models/smollm2-135m": "convert/export_pair.py --pair smollm2-135m",
 }
 
@@ -77,6 +79,11 @@ FIGURES = {
         f"scripts/benchmark.py {LARGE} --paths genai,engine,sampled -k 4,8 --max-prompts 4 --max-new-tokens 48 "
         f"--starts 3 --rounds 1 {FAST}",
         5,
+    ),
+    "eagle3-benchmark-pair": Figure(
+        f"scripts/benchmark.py {LARGE_HEAD} --paths genai,engine,sampled -k 3,4 --max-prompts 8 --max-new-tokens 64 "
+        "--starts 3 --rounds 1 --huge-pages --no-starts",
+        12,
     ),
     "lookup": Figure(
         f"scripts/benchmark.py {LARGE} --paths lookup --max-prompts 3 --max-new-tokens 48 --starts 2 --rounds 1 "
