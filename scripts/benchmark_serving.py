@@ -262,7 +262,7 @@ def refuse_without_answers(methods: list[Load]) -> None:
         records = [record for spans in method.rounds.values() for span in spans for record in span.answers]
         answered = [record for record in records if record.outcome == "answered"]
         if not answered:
-            causes = (record.error or record.cause for record in records)
+            causes = (record.error or record.cut_off for record in records)
             error = next(filter(None, causes), "no request was complete in its time")
             raise RuntimeError(f"no request was answered ({method.name}): {error}")
         if not any(record.tokens for record in answered):

@@ -30,7 +30,10 @@ def read_result(text: str) -> Result:
     try:
         result = saved_result.read(Path(text))
     except OSError as error:
-        raise argparse.ArgumentTypeError(f"cannot read {text!r}: {error.strerror}") from None
+        raise argparse.ArgumentTypeError(
+            f"cannot read {text!r} ({error.strerror}): give a file written by --json, or an output whose last line is "
+            "the JSON"
+        ) from None
     except ValueError:
         result = {}
     if {"program", "summary"} <= set(result):

@@ -235,8 +235,10 @@ class _LoadRow(Outcomes, Drafting):
 
 
 class LoadRow(_LoadRow, total=False):
-    """Also with the processor time, where it is measured."""
+    """Also with means, missing in earlier results, and with the processor time, where it is measured."""
 
+    ttft_mean: float | None
+    tpot_mean: float | None
     processor_time: ProcessorTime  # over all rounds; missing in process and with --url
 
 
@@ -858,9 +860,9 @@ class CapacityCheck(TypedDict):
     clients: int  # that request at the same time
     throughput: float  # tokens/s, measured
     throughput_simulated: float
-    ttft: float | None  # median, measured
+    ttft: float | None  # mean, measured
     ttft_simulated: float | None
-    tpot: float | None  # median, measured
+    tpot: float | None  # mean, measured
     tpot_simulated: float | None
     mean_draft_length: float | None  # measured
     mean_draft_length_simulated: float | None

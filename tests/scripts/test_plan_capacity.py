@@ -79,13 +79,20 @@ def test_plan_is_complete_and_written_to_files(run_here, costs, tmp_path):
 
 def test_simulation_is_compared_with_load_benchmark(run_here, costs, tmp_path):
     rows = [
-        {"method": method, "clients": n, "throughput": 20.0, "ttft": 0.2, "tpot": 0.1, "mean_draft_length": 0.0}
+        {
+            "method": method,
+            "clients": n,
+            "throughput": 20.0,
+            "ttft_mean": 0.2,
+            "tpot_mean": 0.1,
+            "mean_draft_length": 0.0,
+        }
         for method in ("GenAI, main alone", "ours, main alone", "ours, adaptive draft")
         for n in (1, 4)
     ]
     facts, files = {"max_new_tokens": 16, "seconds": 5.0, "rounds": 1}, []
     for i, slower in enumerate((1, 9, 2)):
-        found = {"rows": [{**row, "tpot": slower * row["tpot"]} for row in rows], "environment": facts}
+        found = {"rows": [{**row, "tpot_mean": slower * row["tpot_mean"]} for row in rows], "environment": facts}
         files.append(tmp_path / f"load-{i}.json")
         files[-1].write_text(json.dumps(found), encoding="utf-8")
     result = as_result(run_here(PROGRAM, "--costs", costs, "--against", *files))

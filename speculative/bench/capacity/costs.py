@@ -98,8 +98,10 @@ class Costs:
     main: ModelCosts
     draft: ModelCosts | None = None
     outside: Outside = Outside()  # with the draft, if there is one
-    judged: Sequence[Sequence[JudgedToken]] = ()  # draft tokens of each prompt's text, in their order in the text
-    prompt_tokens: Sequence[int] = ()  # lengths of the measured prompts
+    judged: Sequence[
+        Sequence[JudgedToken]
+    ] = ()  # draft tokens of each prompt's text, if it was decoded, in their order
+    prompt_tokens: Sequence[int] = ()  # lengths of the prompts
     shares_prefixes: bool = True  # whether the draft's cache shares blocks of common prefixes, too
     outside_alone: Outside | None = None  # of the main model alone; None: as `outside`
     server: ServerCosts | None = None  # of the server that shares the engines' cores; None: it has its own

@@ -54,7 +54,8 @@ def measure(decoder: BatchDecoder, prompts: Sequence[np.ndarray], max_new_tokens
     plain_recorder, *drafting = [
         Recorder(Costs(main, draft), drafted) for drafted in ([0, 0, DRAFT_LENGTH] if draft else [0])
     ]
-    original_policy, model, numbers_per_run = decoder.draft_length, decoder.draft, PROMPTS_PER_RUN * len(prompts)
+    original_policy, model = decoder.draft_length, decoder.draft
+    numbers_per_run = PROMPTS_PER_RUN // len(prompts) * len(prompts)  # as many digits as in the load benchmarks
     numbers = {
         recorder: itertools.count(numbers_per_run * i)
         for i, recorder in enumerate([plain_recorder, *drafting], start=1)
@@ -68,11 +69,12 @@ def measure(decoder: BatchDecoder, prompts: Sequence[np.ndarray], max_new_tokens
         decoder.draft_length, decoder.draft = original_policy, model
     if draft:
         draft = draft_while_decoding(draft, [one for recorder in drafting for one in recorder.draft_passes])
-    judged = {i: text for i, text in sorted((drafting or [plain_recorder])[-1].judged.items()) if text}
-    lengths = [len(prompts[numbers_per_run + i]) for i in (judged or range(len(prompts)))]
+    recorded = (drafting or [plain_recorder])[-1].judged
+    judged = [recorded.get(i, []) for i in range(len(prompts))] if any(recorded.values()) else []
+    lengths = [len(prompts[numbers_per_run + i]) for i in range(len(prompts))]
     shares = decoder.draft is None or decoder.draft.shares
     outside = outside_of(drafting or [plain_recorder])
-    return Costs(main, draft, outside, list(judged.values()), lengths, shares, outside_of([plain_recorder]))
+    return Costs(main, draft, outside, judged, lengths, shares, outside_of([plain_recorder]))
 
 
 # ---- forward passes -------------------------------------------------------------------------------------------------

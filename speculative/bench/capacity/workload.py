@@ -251,14 +251,15 @@ def judge(
 ) -> list[JudgedToken]:
     """Whether a draft token is accepted, at each position of an answer of `output` tokens.
 
-    With a number, independently; otherwise as in measured texts, one after another: `text` as a whole first, or a
-    random one from a random token on. The first token of an answer is not drafted.
+    With a number, independently; otherwise as in measured texts, one after another: `text` as a whole first, if it was
+    measured, or a random one from a random token on. The first token of an answer is not drafted.
     """
     if isinstance(acceptance, float):
         return [(acceptance, accepted) for accepted in (random.random(output) < acceptance).tolist()]
-    judged: list[JudgedToken] = [] if text is None else [acceptance[text][0], *acceptance[text]]
+    measured = [tokens for tokens in acceptance if tokens]
+    judged = [] if text is None or not acceptance[text] else [acceptance[text][0], *acceptance[text]]
     while len(judged) < output:
-        drawn = acceptance[int(random.integers(len(acceptance)))]
+        drawn = measured[int(random.integers(len(measured)))]
         first = 0 if judged else int(random.integers(len(drawn)))
         judged += drawn[first:]
     return judged[:output]

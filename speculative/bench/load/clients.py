@@ -83,7 +83,7 @@ def ask(
     except TimeoutError:
         pass  # lost
     except (OSError, http.client.HTTPException, ValueError) as error:
-        answer.is_cut_off, answer.cause = True, f"status {answer.status}, {one_line(error)}"
+        answer.cut_off = f"status {answer.status}, {one_line(error)}"
     answer.end = time.perf_counter()
     if answer.outcome != "answered":
         connection.close()  # reconnects automatically

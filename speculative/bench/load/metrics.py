@@ -48,8 +48,7 @@ class RequestRecord:
     error: str = ""  # message of the API's error object
     retry_after: float = 0.0
     is_complete: bool = False  # the stream was complete
-    is_cut_off: bool = False  # the connection broke or could not be made, or the error was not an API error object
-    cause: str = ""  # why it is cut off
+    cut_off: str = ""  # why, if the connection broke or could not be made, or the error was not an API error object
     pieces: int = 0  # of text, as they came
 
     @property
@@ -60,7 +59,7 @@ class RequestRecord:
             return "refused"
         if self.is_complete and self.finish_reason:
             return "answered"
-        return "cut off" if self.is_cut_off else "lost"
+        return "cut off" if self.cut_off else "lost"
 
     @property
     def ttft(self) -> float | None:
@@ -149,8 +148,8 @@ def row(method: Load, clients: int, baseline: Load | None, counts: str = "client
         ratios = [a / b.throughput for a, b in zip(throughputs, others, strict=True) if b.throughput]
         texts = {answer.number: answer.text for span in others for answer in span.answers if answer.is_complete}
         same = [answer.text == texts[answer.number] for answer in answered if answer.number in texts]
-    ttft, ttft_range = _median_and_spread([answer.ttft for answer in answered])
-    tpot, tpot_range = _median_and_spread([answer.tpot for answer in answered])
+    ttft, ttft_mean, ttft_range = _summary([answer.ttft for answer in answered])
+    tpot, tpot_mean, tpot_range = _summary([answer.tpot for answer in answered])
     result: LoadRow = {
         "name": f"{method.name}, {counted(clients, counts)}",
         "method": method.name,
@@ -161,8 +160,10 @@ def row(method: Load, clients: int, baseline: Load | None, counts: str = "client
         "speedup": statistics.median(ratios) if ratios else None,
         "speedup_range": [min(ratios), max(ratios)] if ratios else None,
         "ttft": ttft,
+        "ttft_mean": ttft_mean,
         "ttft_range": ttft_range,
         "tpot": tpot,
+        "tpot_mean": tpot_mean,
         "tpot_range": tpot_range,
         **_drafting(answered),
         "same_text": sum(same) if same else None,
@@ -190,12 +191,13 @@ def outcomes(answers: Sequence[RequestRecord]) -> Outcomes:
     }
 
 
-def _median_and_spread(values: list[float | None]) -> tuple[float | None, Range | None]:
+def _summary(values: list[float | None]) -> tuple[float | None, float | None, Range | None]:
+    """Median, mean and shown quantiles."""
     values_known = sorted(value for value in values if value is not None)
     if not values_known:
-        return None, None
+        return None, None, None
     low, high = (values_known[min(int(share * len(values_known)), len(values_known) - 1)] for share in SHOWN_QUANTILES)
-    return statistics.median(values_known), [low, high]
+    return statistics.median(values_known), statistics.fmean(values_known), [low, high]
 
 
 def _drafting(answers: list[RequestRecord]) -> Drafting:

@@ -255,6 +255,12 @@ def test_measured_text_belongs_to_its_prompt():
         assert request.prompt == prompt and request.judged[: len(judged_of)] == judged_of and len(request.judged) == 6
 
 
+def test_prompt_whose_text_was_not_measured_takes_tokens_of_others():
+    workload = Workload([20, 30], lengths("6"), [[], [(0.9, True)] * 9])
+    request = workload.numbered(4, np.random.default_rng(0))
+    assert request.prompt == 20 and request.judged == [(0.9, True)] * 6
+
+
 # ---- prefixes -------------------------------------------------------------------------------------------------------
 
 

@@ -140,7 +140,7 @@ def test_load_rows_match_their_type(answered):
     outcome = (
         {"accepted": 2, "rejected": 1, "finish_reason": "length", "is_complete": True}
         if answered
-        else {"is_cut_off": True}
+        else {"cut_off": "status 0"}
     )
     load = Load("a method", None, {4: [Span([RequestRecord(0, 0.0, 0.1, 1.0, "t", 6, **outcome)], 0.0, 1.0)] * 2})
     alone = Load("alone", None, load.rounds)
