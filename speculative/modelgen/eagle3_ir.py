@@ -52,7 +52,8 @@ MATRICES = {
 
 
 def read(folder: Path) -> Head:
-    """Read a head that `build` wrote to an IR folder. Raises ValueError for anything else."""
+    """Read a head of convert/make_draft.py from its IR folder. Raises ValueError for anything else, also for one with a
+    bias of the logits, whose attention may have another scale."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     model = ov.Core().read_model(folder / "openvino_model.xml")
     nodes = {node.get_friendly_name(): node for node in model.get_ordered_ops()}
@@ -82,6 +83,10 @@ def read(folder: Path) -> Head:
         return np.array(source(normed, 0).data).ravel()
 
     try:
+        if reader(reader(reader(scaled("lm_head")))).get_type_name() != "Result":
+            raise ValueError(
+                f"{folder} is an EAGLE-3 head with a bias of its logits: give one of convert/make_draft.py"
+            )
         cos = next(node for node in nodes.values() if node.get_type_name() == "Cos")
         d2t = np.array(nodes["self.model.d2t"].data)
         parts: dict[str, Any] = {key: matrix(name) for key, name in MATRICES.items()}

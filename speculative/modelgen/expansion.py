@@ -154,7 +154,7 @@ def grow(
     """Create a matrix of the large model.
 
     Args:
-        small: the small model's matrix; its mean scale is also used for new rows.
+        small: the small model's matrix; new rows have its mean scale, or `DAMPING` times that if they compute zeros.
         rows, columns: mappings of outputs and inputs.
         generator: source of the random weights.
         embed: whether to embed the small matrix, or use random weights only.
@@ -258,6 +258,8 @@ def expand_head(small: Head, shape: Shape, vocabulary: int, generator: np.random
     """
     old = shape_of_head(small)
     refuse_misfit(old, shape)
+    if shape.vocabulary > vocabulary:
+        raise ValueError(f"a draft vocabulary of {shape.vocabulary} tokens exceeds the main model's {vocabulary}")
     new = Expansion(old, shape, generator)
     others = np.setdiff1d(np.arange(vocabulary), small.targets)
     added = others[len(others) - (shape.vocabulary - old.vocabulary) :]  # the last: a d2t of zeros would look damaged

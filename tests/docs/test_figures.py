@@ -78,7 +78,8 @@ def test_every_pair_can_be_made(making, monkeypatch, tmp_path):
     program, *arguments = shlex.split(making)
     monkeypatch.chdir(tmp_path)
     if "--main-of" in arguments:
-        pair = {"kind": "benchmark pair", "main": {"shape": asdict(make_benchmark_pair.SHAPES["TinyLlama-1.1B"])}}
+        main = {"shape": asdict(make_benchmark_pair.SHAPES["TinyLlama-1.1B"])}
+        pair = {"format": make_benchmark_pair.FORMAT, "kind": "benchmark pair", "main": main}
         Path("build/tinyllama").mkdir(parents=True)
         Path("build/tinyllama/pair.json").write_text(json.dumps(pair), encoding="utf-8")
     monkeypatch.setattr(sys, "argv", [program, *arguments])

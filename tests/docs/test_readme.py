@@ -51,6 +51,7 @@ SHORTER = {
     "scripts/benchmark_costs.py": "--repeat 1 --max-new-tokens 8",
     "scripts/make_benchmark_pair.py build/tinyllama --shape": f"--shape layers=11,hidden=640,{SMALL} {DRAFT} {FEW}",
     "scripts/make_benchmark_pair.py build/tinyllama-": f"{DRAFT} {FEW}",
+    "scripts/make_benchmark_pair.py build/qwen3": f"--shape layers=11,hidden=640,{SMALL} {FEW}",
     "convert/make_draft.py": "--minutes 0.1 --tokens 2000 --length 96 --draft-vocabulary 512 --threads 1",
     "scripts/plan_capacity.py --costs": "--requests 10 --rate 2 --ttft-goal 30 --tpot-goal 5",
     "scripts/compare_sources.py": "--max-new-tokens 16 --max-prompts 2",
@@ -109,7 +110,7 @@ SERVING = re.compile("serve_pair.py|benchmark_(routing|serving).py|//127.0.0.1:8
 
 # Commands that run with --long only: their programs run in their own tests, and CI installs as `make demo` does.
 LONG = re.compile(
-    r"build/tinyllama|scripts/(benchmark_(batching|costs|routing|serving)|device_swap|smoke|sweep_draft_length).py|\.venv|"
+    r"build/(tinyllama|qwen3)|scripts/(benchmark_(batching|costs|routing|serving)|device_swap|smoke|sweep_draft_length).py|\.venv|"
     r"scripts/benchmark.py models/embedded/main --|scripts/plan_capacity.py (models|build)|convert/make_draft.py"
 )
 
@@ -173,7 +174,8 @@ def test_long_command_is_parsed(command, kept_signals, tmp_path, monkeypatch):
     (tmp_path / "docs/capacity").mkdir(parents=True)
     (tmp_path / "build/tinyllama").mkdir(parents=True)
     if "--main-of" in arguments:
-        made = {"kind": "benchmark pair", "main": {"shape": asdict(module.SHAPES["TinyLlama-1.1B"])}}
+        main = {"shape": asdict(module.SHAPES["TinyLlama-1.1B"])}
+        made = {"format": module.FORMAT, "kind": "benchmark pair", "main": main}
         (tmp_path / "build/tinyllama/pair.json").write_text(json.dumps(made), encoding="utf-8")
     elif "make_benchmark_pair" in program:
         (tmp_path / "build/tinyllama").rmdir()
