@@ -83,7 +83,7 @@ FIGURES = {
     "eagle3-benchmark-pair": Figure(
         f"scripts/benchmark.py {LARGE_HEAD} --paths genai,engine,sampled -k 3,4 --max-prompts 8 --max-new-tokens 64 "
         "--starts 3 --rounds 1 --huge-pages --no-starts",
-        12,
+        19,
     ),
     "lookup": Figure(
         f"scripts/benchmark.py {LARGE} --paths lookup --max-prompts 3 --max-new-tokens 48 --starts 2 --rounds 1 "

@@ -26,7 +26,7 @@ Columns of the first table ("*" marks the smallest number of replicas that meets
     refused     requests rejected with status 429 / all
 
 `--against` compares a result of benchmark_batching.py or benchmark_serving.py, or the medians of several results, with
-simulations of the same clients. Output: tables, then one JSON object on the last line.
+simulations of the same clients, with the means of TTFT and TPOT. Output: tables, then one JSON object on the last line.
 """
 
 from speculative.cli.program import exit_on, prepare_output
@@ -66,6 +66,7 @@ from speculative.cli.arguments import (
     two_or_more,
 )
 from speculative.cli.parser import Parser
+from speculative.cli.pipeline_arguments import seed_number
 from speculative.cli.properties import PROPERTY
 from speculative.pair.engines import NATIVE
 from speculative.serving.settings import Limits, Pair
@@ -80,7 +81,9 @@ def parse_arguments() -> argparse.Namespace:
     _add_costs_arguments(parser.add_argument_group("costs"))
     _add_workload_arguments(parser.add_argument_group("workload"))
     _add_goals_arguments(parser.add_argument_group("goals and settings"))
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random numbers (default: 0)")
+    parser.add_argument(
+        "--seed", type=seed_number, default=0, metavar="N", help="seed of the random numbers (default: 0)"
+    )
     parser.add_argument(
         "--against",
         type=load_result,
@@ -97,8 +100,6 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if bool(arguments.costs) == bool(arguments.main):
         parser.error("give either MAIN and perhaps DRAFT, to measure costs here, or --costs FILE")
-    if arguments.seed < 0:
-        parser.error(f"--seed is {arguments.seed}, but must be at least 0")
     if arguments.rate is None and not arguments.trace and not arguments.against:
         parser.error("give a --rate in requests per second, a --trace, or a result to compare --against")
     if arguments.trace and (arguments.prompt_tokens or arguments.output_tokens):

@@ -38,7 +38,7 @@ def test_saved_costs_give_the_same_plan_as_measured_costs(run_here, tmp_path, mo
     for name, value in (("BATCH_SIZES", (1, 2)), ("RUN_SECONDS", 0.0), ("REPETITIONS", 4), ("SIZES", (1, 4, 16, 64))):
         monkeypatch.setattr(measuring, name, value)
     saved, arguments = tmp_path / "costs.json", ["--rate", "2", "--max-num-seqs", "2", *QUICK]
-    few = ["--max-prompts", "3", "--max-new-tokens", "12"]
+    few = ["--max-prompts", "4", "--max-new-tokens", "12"]
     measured = as_result(run_here(PROGRAM, MAIN, DRAFT, *few, *arguments, "--save-costs", saved))
     read = as_result(run_here(PROGRAM, "--costs", saved, *arguments))
     for key in ("rows", "plans", "drafting", "workload", "goals", "summary"):
@@ -50,7 +50,8 @@ def test_saved_costs_give_the_same_plan_as_measured_costs(run_here, tmp_path, mo
     kept, _ = Costs.read(saved)
     assert list(kept.main.passes) == list(kept.draft.passes) == [1, 4, 16, 64]
     assert all(seconds > 0 for model in (kept.main, kept.draft) for seconds in model.passes.values())
-    assert kept.acceptance > 0.3 and sum(map(len, kept.judged)) > 20 and len(kept.prompt_tokens) == 3
+    assert kept.acceptance > 0.3 and sum(map(len, kept.judged)) > 20
+    assert len(kept.prompt_tokens) == len(kept.judged) == 4 and not kept.judged[3]  # which was not decoded
     assert kept.main.attention >= 0 and kept.outside.iteration + kept.outside.request > 0
     factors = [(one.plain_factor, one.prompt_factor) for one in (kept.outside, kept.outside_alone)]
     assert all(factor > 0 and factor != 1 for both in factors for factor in both)  # 1 is that of passes not seen
@@ -103,6 +104,10 @@ def test_simulation_is_compared_with_load_benchmark(run_here, costs, tmp_path):
     lone, four, drafted, _ = (one["throughput_simulated"] for one in result["checks"])
     assert 5 < lone < 10 and lone < four < 4 * lone and drafted > 1.3 * lone
     assert result["plans"] == [] and "Mean error" in result["summary"][-1]
+    without_means = [{key: value for key, value in row.items() if key != "ttft_mean"} for row in rows]
+    files[0].write_text(json.dumps({"rows": without_means, "environment": facts}), encoding="utf-8")
+    process = run_here(PROGRAM, "--costs", costs, "--against", files[0])
+    assert process.returncode == 2 and "lack the means of TTFT and TPOT: measure" in process.stderr.splitlines()[-1]
 
 
 def test_replicas_share_cores_with_the_server(run_here, costs, tmp_path):

@@ -55,7 +55,8 @@ def measure(decoder: BatchDecoder, prompts: Sequence[np.ndarray], max_new_tokens
         Recorder(Costs(main, draft), drafted) for drafted in ([0, 0, DRAFT_LENGTH] if draft else [0])
     ]
     original_policy, model = decoder.draft_length, decoder.draft
-    numbers_per_run = PROMPTS_PER_RUN // len(prompts) * len(prompts)  # as many digits as in the load benchmarks
+    # a multiple of the number of prompts, with as many digits as in the load benchmarks
+    numbers_per_run = -(-PROMPTS_PER_RUN // len(prompts)) * len(prompts)
     numbers = {
         recorder: itertools.count(numbers_per_run * i)
         for i, recorder in enumerate([plain_recorder, *drafting], start=1)

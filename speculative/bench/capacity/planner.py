@@ -19,7 +19,7 @@ from speculative.bench.capacity.costs import Costs
 from speculative.bench.capacity.replica import Settings
 from speculative.bench.capacity.sharing import MEASURED_SERVERS
 from speculative.bench.capacity.workload import Workload, lengths
-from speculative.bench.load.metrics import Load, RequestRecord, Span, row
+from speculative.bench.load.metrics import PROMPTS_PER_RUN, Load, RequestRecord, Span, row
 from speculative.bench.result import CapacityCheck, CapacityRow, Drawn, LoadRow
 
 STEP_DIVISOR = 8  # replicas up to which each number is tried; beyond, an eighth more each time
@@ -192,8 +192,9 @@ class Planner:
         loop = ClosedLoop(self.costs, settings, self.workload, self.seed, replicas, self.routing)
         load = Load(name, loop.run)
         for number in range(rounds + 1):
-            for n in clients:
-                span = loop.run(n, (seconds or each * n) if number else INSTANT, 0)
+            for place, n in enumerate(clients):
+                first = PROMPTS_PER_RUN * (number * len(clients) + place)  # as in `take_turns`
+                span = loop.run(n, (seconds or each * n) if number else INSTANT, first)
                 if number:
                     load.rounds.setdefault(n, []).append(span)
         return load
@@ -215,7 +216,7 @@ class Planner:
         TTFT and TPOT are means over the requests. Where prompts arrive nearly as fast as they can be processed, small
         differences in cost change the median TTFT by half, but the mean by a tenth.
 
-        Raises ValueError if the results have no rows of this project's engine, or other clients or texts.
+        Raises ValueError if the results have no rows of this project's engine, other clients or texts, or no means.
         """
         environment = measured[0].get("environment", {})
         rows = [one for result in measured for one in result.get("rows", []) if one.get("method") in METHODS]
@@ -235,7 +236,7 @@ class Planner:
         if compared[1:] != compared[:-1]:
             raise ValueError("the results are of other loads: give results of the same command")
         if any("ttft_mean" not in one for one in rows):
-            raise ValueError("it is the result of an earlier version, without means: measure it again")
+            raise ValueError("results of earlier versions lack the means of TTFT and TPOT: measure the load again")
         workload = dataclasses.replace(
             self.workload, prompt=self.costs.prompt_tokens, output=lengths(str(tokens)), trace=(), cached=0.0
         )

@@ -55,9 +55,9 @@ def checks_table(checks: Sequence[CapacityCheck]) -> str:
             "clients": [str(one["clients"]) for one in checks],
             "tokens/s measured": [f"{one['throughput']:.1f}" for one in checks],
             "simulated": [_error(one, "throughput", 1) for one in checks],
-            "TTFT, ms measured": [_ms(one["ttft"]) for one in checks],
+            "mean TTFT, ms measured": [_ms(one["ttft"]) for one in checks],
             "simulated ": [_error(one, "ttft", 1000) for one in checks],
-            "TPOT, ms measured": [_ms(one["tpot"]) for one in checks],
+            "mean TPOT, ms measured": [_ms(one["tpot"]) for one in checks],
             "simulated  ": [_error(one, "tpot", 1000) for one in checks],
         }
     )

@@ -279,7 +279,7 @@ OVERVIEW: list[tuple[str, str, Cell, Cell | None, str]] = [
     ),
     ("EAGLE-3 head of SmolLM2-135M, adaptive K", "eagle3-smollm2", *greedy_and_sampled("adaptive"), "EAGLE-3 heads"),
     (
-        "EAGLE-3 head (137 M) of a 1.7 B int8 main model, adaptive K",
+        "EAGLE-3 head (137 M) of a synthetic 1.7 B int8 main model, adaptive K",
         "eagle3-benchmark-pair",
         *greedy_and_sampled("adaptive"),
         "A head at the size of published ones",

@@ -211,7 +211,7 @@ def test_full_queue_rejects_requests_which_miss_the_goals():
 def test_rejected_requests_add_no_throughput():
     planner, settings = Planner(COSTS, SHORT, Goals(9.0, 9.0), count=60), Settings(max_num_seqs=1, max_queue=1)
     row = planner.row(2.0, settings, 1)
-    full = planner.closed_loop(settings, [1], "").rounds[1][0].throughput
+    full = planner.closed_loop(settings, [1], "", 300.0).rounds[1][0].throughput
     assert row["refused"] > 0.5 * row["requests"] and row["throughput"] == pytest.approx(full, rel=0.1)
 
 
