@@ -298,8 +298,7 @@ def write_head(head: Head, folder: Path, vocabulary: int) -> None:
     """Write the IR and a config.json with the shape."""
     folder.mkdir(exist_ok=True)
     shape = shape_of_head(head)
-    embedding = eagle3_ir.no_embeddings(vocabulary, shape.hidden)
-    ov.save_model(eagle3_ir.build(head, embedding), folder / "openvino_model.xml", compress_to_fp16=False)
+    eagle3_ir.save(head, vocabulary, folder)
     config = read_json(HEAD_SOURCE / "config.json")
     config |= {"vocab_size": vocabulary, "draft_vocab_size": shape.vocabulary}
     write_json(folder / "config.json", config | settings_of(shape, head.epsilon))

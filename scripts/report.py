@@ -21,6 +21,7 @@ from speculative.cli.parser import Parser
 from speculative.cli.processes import prepare_output, print_or_exit
 
 FORMER = {"way": "method"}  # keys of rows in results of earlier versions
+GIVE = "give a file written by --json, or an output whose last line is the JSON"
 
 # ---- the command ----------------------------------------------------------------------------------------------------
 
@@ -30,18 +31,12 @@ def read_result(text: str) -> Result:
     try:
         result = saved_result.read(Path(text))
     except OSError as error:
-        raise argparse.ArgumentTypeError(
-            f"cannot read {text!r} ({error.strerror}): give a file written by --json, or an output whose last line is "
-            "the JSON"
-        ) from None
+        raise argparse.ArgumentTypeError(f"cannot read {text!r} ({error.strerror}): {GIVE}") from None
     except ValueError:
         result = {}
     if {"program", "summary"} <= set(result):
         return with_present_keys(result)
-    raise argparse.ArgumentTypeError(
-        f"{text!r} is not a result of these scripts: give a file written by --json, or an output whose last line is "
-        "the JSON"
-    )
+    raise argparse.ArgumentTypeError(f"{text!r} is not a result of these scripts: {GIVE}")
 
 
 def with_present_keys(result: dict) -> dict:

@@ -36,8 +36,11 @@ class Head:
     kv_heads: int
     frequencies: np.ndarray  # float32 [head_dim / 2], of the rotary position embedding
     epsilon: float
-    attention_scale: float | None = None  # default: 1 / sqrt(head_dim)
+    attention_scale: float = 0.0  # by default 1 / sqrt(head_dim)
     logits_bias: np.ndarray | None = None  # float32 [draft vocabulary]
+
+    def __post_init__(self) -> None:
+        self.attention_scale = self.attention_scale or self.head_dim**-0.5
 
     @property
     def head_dim(self) -> int:
@@ -113,6 +116,12 @@ def no_embeddings(vocabulary: int, hidden: int) -> ov.Output:
     return ops.broadcast(row, np.array([vocabulary, hidden])).output(0)
 
 
+def save(head: Head, vocabulary: int, folder: Path) -> None:
+    """Write the IR of the head of a main model with that `vocabulary` to `folder`, without embeddings."""
+    model = build(head, no_embeddings(vocabulary, len(head.norm)))
+    ov.save_model(model, folder / "openvino_model.xml", compress_to_fp16=False)
+
+
 def build(head: Head, embedding: ov.Output) -> ov.Model:
     """Build the stateful model: input_ids, attention_mask, position_ids [batch, tokens], hidden_states [batch, tokens,
     size], beam_idx [batch] to logits and d2t. `embedding` gives the main model's embeddings [vocabulary, hidden]."""
@@ -143,7 +152,7 @@ def build(head: Head, embedding: ov.Output) -> ov.Model:
     _, v = llama_ir.cached(v, "0.value", inputs["beam_idx"], batch, head, sinks)
     mask = llama_ir.causal_mask(past, inputs["input_ids"], inputs["attention_mask"])
     k, v = (llama_ir.repeat_heads(cache, head) for cache in (k, v))
-    scale = ops.constant(np.float32(head.attention_scale or head.head_dim**-0.5))
+    scale = ops.constant(np.float32(head.attention_scale))
     attended = ops.transpose(ops.scaled_dot_product_attention(q, k, v, mask, scale), np.array([0, 2, 1, 3]))
     attended = ops.reshape(attended, np.array([0, 0, head.heads * head.head_dim]), special_zero=True)
     hidden = ops.add(hidden, linear(attended, head.o, MATRICES["o"]))

@@ -287,7 +287,7 @@ def expand_head(small: Head, shape: Shape, vocabulary: int, generator: np.random
         kv_heads=shape.kv_heads,
         frequencies=new.frequencies(small.frequencies),
         epsilon=small.epsilon * new.share,
-        attention_scale=small.attention_scale or small.head_dim**-0.5,
+        attention_scale=small.attention_scale,
         logits_bias=bias(tokens),
     )
 

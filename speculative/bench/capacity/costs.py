@@ -98,9 +98,7 @@ class Costs:
     main: ModelCosts
     draft: ModelCosts | None = None
     outside: Outside = Outside()  # with the draft, if there is one
-    judged: Sequence[
-        Sequence[JudgedToken]
-    ] = ()  # draft tokens of each prompt's text, if it was decoded, in their order
+    judged: Sequence[Sequence[JudgedToken]] = ()  # draft tokens of each prompt's text in order, none if not decoded
     prompt_tokens: Sequence[int] = ()  # lengths of the prompts
     shares_prefixes: bool = True  # whether the draft's cache shares blocks of common prefixes, too
     outside_alone: Outside | None = None  # of the main model alone; None: as `outside`

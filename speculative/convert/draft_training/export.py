@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import openvino as ov
 import torch
 from safetensors.torch import save_file
 
@@ -67,6 +66,5 @@ def save_ir(training: HeadTraining, main: MainModel, layers: list[int], folder: 
         epsilon=training.config.rms_norm_eps,
     )
     folder.mkdir(parents=True, exist_ok=True)
-    embedding = eagle3_ir.no_embeddings(main.vocabulary, main.hidden)
-    ov.save_model(eagle3_ir.build(head, embedding), folder / "openvino_model.xml", compress_to_fp16=False)
+    eagle3_ir.save(head, main.vocabulary, folder)
     save_config(training, layers, folder)
