@@ -7,9 +7,10 @@ costs = median([costs, others])  # of several starts
 """
 
 import json
+import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,13 +23,17 @@ from speculative.drafting.cost_model import MEASURED_BATCHED
 from speculative.drafting.latency_curve import LatencyCurve, monotone
 from speculative.models.paged_model import rounded_up
 
-FORMAT = 2  # of the file
+FORMAT = 3  # of the file
 MAX_TOKENS = 2048  # in a forward pass
 
 T = TypeVar("T")
 
 JudgedToken = tuple[float, bool]
 """The draft's confidence in a token, and whether the main model accepts the token if it accepts those before it."""
+
+Judged = Mapping[int, Sequence[JudgedToken]]
+"""The draft tokens of a text, in order, by the number of texts that were decoded at once: the more, the shorter drafts
+were. Later draft tokens of an iteration are accepted less often, as they build on a longer draft."""
 
 
 @dataclass(frozen=True)
@@ -81,14 +86,15 @@ class Outside:
     token: float = 0.0  # more, for each draft token
     arrival: float = 0.0  # once, for each request
     prompt: float = 0.0  # more, for each request whose prompt is processed in an iteration
-    sequence: float = 0.0  # more, for each sequence after the first of a forward pass, beyond `ModelCosts.sequence`
-    plain_factor: float = 1.0  # of forward passes without draft tokens and prompts
-    draft_factor: float = 1.0  # of those that verify draft tokens: the draft model has taken the CPU caches
-    prompt_factor: float = 1.0  # of those with prompts
+    # factors by number of sequences in the forward pass
+    plain_factors: Mapping[int, float] = field(default_factory=lambda: {1: 1.0})  # without draft tokens and prompts
+    draft_factors: Mapping[int, float] = field(default_factory=lambda: {1: 1.0})  # with draft tokens to verify
+    prompt_factors: Mapping[int, float] = field(default_factory=lambda: {1: 1.0})  # with prompts
 
-    def factor(self, drafts: bool, prompts: bool) -> float:
-        """The factor of a forward pass, by whether it includes draft tokens and prompts."""
-        return self.prompt_factor if prompts else self.draft_factor if drafts else self.plain_factor
+    def factor(self, drafts: bool, prompts: bool, sequences: int) -> float:
+        """The factor of a forward pass of `sequences` sequences, by whether it includes draft tokens and prompts."""
+        factors = self.prompt_factors if prompts else self.draft_factors if drafts else self.plain_factors
+        return float(np.interp(math.log2(sequences), np.log2(list(factors)), list(factors.values())))
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,7 @@ class Costs:
     main: ModelCosts
     draft: ModelCosts | None = None
     outside: Outside = Outside()  # with the draft, if there is one
-    judged: Sequence[Sequence[JudgedToken]] = ()  # draft tokens of each prompt's text in order, none if not decoded
+    judged: Sequence[Judged] = ()  # draft tokens of each prompt's text, {} if not decoded
     prompt_tokens: Sequence[int] = ()  # lengths of the prompts
     shares_prefixes: bool = True  # whether the draft's cache shares blocks of common prefixes, too
     outside_alone: Outside | None = None  # of the main model alone; None: as `outside`
@@ -121,7 +127,7 @@ class Costs:
     @property
     def acceptance(self) -> float | None:
         """The share of the judged draft tokens that the main model accepted; None if none was judged."""
-        accepted = [was_accepted for text in self.judged for _, was_accepted in text]
+        accepted = [accepted for text in self.judged for tokens in text.values() for _, accepted in tokens]
         return sum(accepted) / len(accepted) if accepted else None
 
     def save(self, path: Path, environment: Mapping[str, Any]) -> None:
@@ -139,11 +145,14 @@ class Costs:
             costs = cls(
                 _model(content["main"]),
                 draft and _model(draft),
-                Outside(**content["outside"]),
-                [[(float(confidence), bool(accepted)) for confidence, accepted in text] for text in content["judged"]],
+                _outside(content["outside"]),
+                [
+                    _by_number(text, lambda tokens: [(float(q), bool(ok)) for q, ok in tokens])
+                    for text in content["judged"]
+                ],
                 content["prompt_tokens"],
                 content["shares_prefixes"],
-                Outside(**content["outside_alone"]) if content.get("outside_alone") else None,
+                _outside(content["outside_alone"]) if content.get("outside_alone") else None,
                 ServerCosts(**content["server"]) if content.get("server") else None,
             )
             return costs, dict(content["environment"])
@@ -169,19 +178,33 @@ def median(starts: Sequence[Costs]) -> Costs:
 
 
 def _medians(starts: Sequence[T]) -> T:
-    """The medians of the fields of dataclasses: of numbers, and of tables of numbers by number of tokens."""
+    """The medians of the fields of dataclasses: of numbers, and of tables of numbers."""
     medians: dict[str, Any] = {}
-    for field in fields(starts[0]):  # type: ignore[arg-type]
-        values = [getattr(start, field.name) for start in starts]
+    for name in (one.name for one in fields(starts[0])):  # type: ignore[arg-type]
+        values = [getattr(start, name) for start in starts]
         if isinstance(values[0], Mapping):
             common = [n for n in values[0] if all(n in start for start in values)]
-            medians[field.name] = {n: statistics.median(start[n] for start in values) for n in common}
+            medians[name] = {n: statistics.median(start[n] for start in values) for n in common}
         else:
-            medians[field.name] = values[0] if values[0] is None else statistics.median(values)
+            medians[name] = values[0] if values[0] is None else statistics.median(values)
     return type(starts[0])(**medians)
 
 
+def nearest(numbers: Iterable[int], number: int) -> int:
+    """The one of `numbers` that is nearest to `number`, by ratio."""
+    return min(numbers, key=lambda n: abs(math.log2(n / number)))
+
+
 def _model(content: dict) -> ModelCosts:
-    by_tokens: Callable[[dict], dict] = lambda seconds: {int(n): float(value) for n, value in seconds.items()}  # noqa: E731
-    further = content["further"]
-    return ModelCosts(**{**content, "passes": by_tokens(content["passes"]), "further": further and by_tokens(further)})
+    passes, further = content["passes"], content["further"]
+    return ModelCosts(**{**content, "passes": _by_number(passes), "further": further and _by_number(further)})
+
+
+def _outside(content: dict) -> Outside:
+    factors = {name: _by_number(content[name]) for name in ("plain_factors", "draft_factors", "prompt_factors")}
+    return Outside(**{**content, **factors})
+
+
+def _by_number(content: dict, value: Callable[[Any], Any] = float) -> dict[int, Any]:
+    """A JSON object whose keys are numbers."""
+    return {int(n): value(one) for n, one in content.items()}

@@ -5,10 +5,11 @@
 The main model's forward passes are timed by their number of tokens, alone and after another number of tokens, with and
 without logits, over a long context, and over several sequences. Those of the draft were timed when the decoder was
 loaded. Then the decoder answers the prompts, 1, 4 and 16 at a time: without the draft model, with it but without
-drafting, and with a fixed draft length. The forward passes are timed again while decoding: those of the main model
-differ by a factor, those of the draft by a constant. The time of an iteration outside its forward passes is distributed
-over iteration, requests, prompts, drafting rounds and draft tokens by least squares, for the main model alone and with
-the draft. For each draft token, the confidence and the acceptance are recorded.
+drafting, and with a fixed draft length, about that of the policy for as many texts. The forward passes are timed again
+while decoding: those of the main model differ by a factor for each number of texts, those of the draft by a constant.
+The time of an iteration outside its forward passes is distributed over iteration, requests, prompts, drafting rounds
+and draft tokens by least squares, for the main model alone and with the draft. For each draft token, the confidence and
+the acceptance are recorded.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ import numpy as np
 from openvino_genai import GenerationConfig
 
 from speculative.batch_decoder import BatchDecoder
-from speculative.bench.capacity.costs import Costs, JudgedToken, ModelCosts, Outside
+from speculative.bench.capacity.costs import Costs, JudgedToken, ModelCosts, Outside, nearest
 from speculative.bench.capacity.least_squares import non_negative
 from speculative.bench.load.metrics import PROMPTS_PER_RUN
 from speculative.cli.progress import tqdm
@@ -38,8 +39,7 @@ SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)  # tokens in one fo
 SHORT, LONG = 64, 1024  # tokens in the context, if they fit
 SEQUENCES = 16  # with one token each, in one forward pass
 REPETITIONS, ENOUGH_SECONDS = 5, 20.0  # repetitions; two do after so many seconds
-BATCH_SIZES = (1, 4, 16)  # decoded at once
-DRAFT_LENGTH = 8  # draft tokens for each text and iteration while draft tokens are judged
+DRAFT_LENGTHS = {1: 8, 4: 4, 16: 2}  # draft tokens for each text and iteration, by number of texts decoded at once
 RUN_SECONDS = 2.5  # for each number of texts, with and without drafts; longer until each of them has ended
 OUTLIER = 10.0  # median absolute deviations from which a time is left out
 
@@ -52,7 +52,7 @@ def measure(decoder: BatchDecoder, prompts: Sequence[np.ndarray], max_new_tokens
     main = measure_main(decoder.main)
     draft = draft_costs(decoder)
     plain_recorder, *drafting = [
-        Recorder(Costs(main, draft), drafted) for drafted in ([0, 0, DRAFT_LENGTH] if draft else [0])
+        Recorder(Costs(main, draft), drafts) for drafts in ([False, False, True] if draft else [False])
     ]
     original_policy, model = decoder.draft_length, decoder.draft
     # a multiple of the number of prompts, with as many digits as in the load benchmarks
@@ -62,20 +62,20 @@ def measure(decoder: BatchDecoder, prompts: Sequence[np.ndarray], max_new_tokens
         for i, recorder in enumerate([plain_recorder, *drafting], start=1)
     }
     try:
-        for texts, recorder in tqdm(list(itertools.product(BATCH_SIZES, numbers)), desc="iterations", leave=False):
+        for size, recorder in tqdm(list(itertools.product(DRAFT_LENGTHS, numbers)), desc="iterations", leave=False):
             decoder.draft_length, decoder.draft = recorder, None if recorder is plain_recorder else model
             with recorder.timing(decoder):
-                recorder.run(decoder, prompts, numbers[recorder], texts, max_new_tokens)
+                recorder.run(decoder, prompts, numbers[recorder], size, max_new_tokens)
     finally:
         decoder.draft_length, decoder.draft = original_policy, model
     if draft:
         draft = draft_while_decoding(draft, [one for recorder in drafting for one in recorder.draft_passes])
-    recorded = (drafting or [plain_recorder])[-1].judged
-    judged = [recorded.get(i, []) for i in range(len(prompts))] if any(recorded.values()) else []
+    recorded = drafting[-1].judged if drafting else {}
+    judged = [{n: tokens for n, tokens in recorded.get(i, {}).items() if tokens} for i in range(len(prompts))]
     lengths = [len(prompts[numbers_per_run + i]) for i in range(len(prompts))]
     shares = decoder.draft is None or decoder.draft.shares
     outside = outside_of(drafting or [plain_recorder])
-    return Costs(main, draft, outside, judged, lengths, shares, outside_of([plain_recorder]))
+    return Costs(main, draft, outside, judged if any(judged) else [], lengths, shares, outside_of([plain_recorder]))
 
 
 # ---- forward passes -------------------------------------------------------------------------------------------------
@@ -237,19 +237,20 @@ class JudgedEstimate(AcceptanceEstimate):
 
 
 class Recorder(BatchDraftLength):
-    """Policy that drafts a fixed number of tokens for each request, and records the iterations. It decides as the
-    engine's policy does, too, because that takes time."""
+    """Policy that drafts a fixed number of tokens for each request, or none, and records the iterations. It decides as
+    the engine's policy does, too, because that takes time."""
 
-    def __init__(self, costs: Costs, drafted: int):
+    def __init__(self, costs: Costs, drafts: bool):
         policy = costs.policy()
         super().__init__(policy.main, policy.draft, policy.draft_further)
         self._costs = costs
         self.iterations: list[Iteration] = []
         self.draft_passes: list[DraftPass] = []
         self.arrivals: list[float] = []  # seconds of each new request
-        self.judged: dict[int, list[JudgedToken]] = {}  # by prompt, of its first text
+        self.judged: dict[int, dict[int, list[JudgedToken]]] = {}  # by prompt and number of texts, of the first text
+        self._size = 1  # number of texts decoded at once
         self._prompt = 0  # of the newest request
-        self._fixed = drafted
+        self._drafts = drafts
         self._width = 0  # tokens of the draft's last forward pass
         self._forward_seconds, self._rounds = 0.0, 0  # of this iteration
         self._requests, self._prompts = 0, 0  # of this iteration
@@ -257,12 +258,13 @@ class Recorder(BatchDraftLength):
 
     def estimate(self, combined: bool = False) -> Estimate:
         judged: list[JudgedToken] = []
-        self.judged.setdefault(self._prompt, judged)
+        self.judged.setdefault(self._prompt, {}).setdefault(self._size, judged)
         return JudgedEstimate(judged)
 
     def choose(self, estimates: Sequence[Estimate], tokens: int, model_users: int, forced: bool = False) -> list[int]:
         super().choose(estimates, tokens, model_users, forced)
-        return [i for i, estimate in enumerate(estimates) if estimate.drafted < self._fixed]
+        length = DRAFT_LENGTHS[self._size] if self._drafts else 0
+        return [i for i, estimate in enumerate(estimates) if estimate.drafted < length]
 
     def update_draft(self, tokens: int, seconds: float, search_seconds: float = 0.0) -> None:
         super().update_draft(tokens, seconds, search_seconds)
@@ -315,7 +317,7 @@ class Recorder(BatchDraftLength):
     ) -> None:
         """Decode `texts` texts at once, a new one when one ends."""
         config, running = GenerationConfig(max_new_tokens=tokens, ignore_eos=True), 0
-        remaining, deadline = texts, time.perf_counter() + RUN_SECONDS
+        self._size, remaining, deadline = texts, texts, time.perf_counter() + RUN_SECONDS
         while True:
             while running < texts and (remaining > 0 or time.perf_counter() < deadline):
                 number, begin = next(numbers), time.perf_counter()
@@ -349,28 +351,27 @@ def outside_of(recorders: Sequence[Recorder]) -> Outside:
         return Outside()
     counts = [(1, one.requests, one.rounds, one.drafted, one.prompts) for one in iterations]
     iteration, request, round_, token, prompt = _least_squares(counts, [one.seconds for one in iterations])
-    factors, sequence = _factors(iterations)
-    arrival = statistics.median(arrivals)
-    return Outside(iteration, request, round_, token, arrival, prompt, sequence, *factors)
+    return Outside(iteration, request, round_, token, statistics.median(arrivals), prompt, *_factors(iterations))
 
 
-def _factors(iterations: Sequence[Iteration]) -> tuple[list[float], float]:
-    """The factors of plain forward passes, of those with draft tokens and with prompts, 1 without any, and the seconds
-    of each sequence after the first."""
-    passes = [one for one in iterations if one.expected > 0]
-    pass_kinds = np.array([2 if one.prompts else 1 if one.rounds else 0 for one in passes])
-    # relative to the expected time, so that short passes count as much as long ones
-    ratios = np.array([one.main / one.expected for one in passes])
-    further = np.array([(one.requests - 1) / one.expected for one in passes])
-    inliers = np.zeros(len(passes), bool)
-    for kind in set(pass_kinds.tolist()):
-        deviations = np.abs(ratios - np.median(ratios[pass_kinds == kind]))
-        inliers |= (pass_kinds == kind) & (
-            deviations <= OUTLIER * max(float(np.median(deviations[pass_kinds == kind])), 1e-9)
-        )
-    columns = np.column_stack([*(pass_kinds == kind for kind in range(3)), further]).astype(float)
-    *factors, sequence = non_negative(columns[inliers], ratios[inliers]).tolist()
-    return [factor if kind in pass_kinds else 1.0 for kind, factor in enumerate(factors)], sequence
+def _factors(iterations: Sequence[Iteration]) -> list[dict[int, float]]:
+    """The factors of plain forward passes, of those with draft tokens and with prompts, by number of sequences: those
+    of the nearest number where there are none, 1 without any."""
+    passes: list[dict[int, list[Iteration]]] = [{}, {}, {}]
+    for one in iterations:
+        if one.expected > 0:
+            of_kind = passes[2 if one.prompts else 1 if one.rounds else 0]
+            of_kind.setdefault(nearest(DRAFT_LENGTHS, one.requests), []).append(one)
+    return [{n: _factor(of_kind[nearest(of_kind, n)]) if of_kind else 1.0 for n in DRAFT_LENGTHS} for of_kind in passes]
+
+
+def _factor(passes: Sequence[Iteration]) -> float:
+    """The measured time of `passes` in relation to the expected time, without outliers."""
+    times = np.array([(one.main, one.expected) for one in passes])
+    ratios = times[:, 0] / times[:, 1]
+    deviations = np.abs(ratios - np.median(ratios))
+    main, expected = times[deviations <= OUTLIER * max(float(np.median(deviations)), 1e-9)].sum(0)
+    return float(main / expected)
 
 
 def _least_squares(columns: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:

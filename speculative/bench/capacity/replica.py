@@ -10,14 +10,14 @@ and draft tokens as from real ones.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import cast
 
 import simpy
 
 from speculative.batch_decoder import PREFILL_CHUNK, prompt_budget
-from speculative.bench.capacity.costs import Costs, JudgedToken
+from speculative.bench.capacity.costs import Costs, Judged, nearest
 from speculative.bench.capacity.sharing import SharedCores
 from speculative.drafting.acceptance import AcceptanceEstimate
 from speculative.drafting.batch_policy import BatchDraftLength
@@ -52,7 +52,7 @@ class SimulatedRequest:
     output: int
     chat: int = 0
     shared: int = 0
-    judged: Sequence[JudgedToken] = ()  # whether a draft token is accepted, at each position of the answer
+    judged: Judged = field(default_factory=dict)  # whether a draft token is accepted, at each position of the answer
     sent: float = 0.0
     first: float = 0.0  # when the first token came
     streamed: float = 0.0  # when the last piece of text was sent
@@ -212,10 +212,9 @@ class Replica:
         changed = self.policy.pass_width.is_changed
         padded = width if width > size else tokens
         main = self.costs.main.seconds(padded, rows, context, attended, changed, sequences=sequences)
-        main *= self.outside.factor(drafts=drafting > 0, prompts=prompt_tokens > 0)
+        main *= self.outside.factor(drafting > 0, prompt_tokens > 0, sequences)
         main += self.outside.request * sequences + self.outside.prompt * len(prompts)
-        main += self.outside.sequence * (sequences - 1)
-        gained = sum(map(self._verify, decoding))
+        gained = sum(self._verify(request, len(decoding)) for request in decoding)
         self.policy.update_main(verified, prompt_tokens, gained, main)
         for request in prompts:
             if request.prefilled == request.prompt:
@@ -266,17 +265,22 @@ class Replica:
             seconds = self.draft.seconds(computed, len(drafting), context, attended, changed, further=spent > 0)
             seconds += self.outside.token * len(drafting)
             for request in drafting:
-                confidence, _ = request.judged[request.generated + request.drafted]
+                confidence, _ = request.judged[nearest(request.judged, len(decoding))][
+                    request.generated + request.drafted
+                ]
                 request.drafted += 1
                 request.estimate.draft(confidence)
             self.policy.update_draft(computed, seconds)
             spent += seconds + self.outside.round
 
-    def _verify(self, request: SimulatedRequest) -> int:
-        """Accept the draft tokens up to the first wrong one; returns the number of new tokens."""
+    def _verify(self, request: SimulatedRequest, decoding: int) -> int:
+        """Accept the draft tokens up to the first wrong one; returns the number of new tokens. `decoding`: the number
+        of requests that are being decoded."""
         accepted = 0
-        while accepted < request.drafted and request.judged[request.generated + accepted][1]:
-            accepted += 1
+        if request.drafted:
+            judged = request.judged[nearest(request.judged, decoding)][request.generated :]
+            while accepted < request.drafted and judged[accepted][1]:
+                accepted += 1
         request.draft_cached = min(request.draft_cached, request.prompt + request.generated + accepted)
         if self.draft:
             request.estimate.update(request.drafted, accepted)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from speculative.bench.capacity.costs import JudgedToken
+from speculative.bench.capacity.costs import Judged, JudgedToken, nearest
 from speculative.bench.capacity.replica import SimulatedRequest
 
 DISTRIBUTIONS = {"fixed": 1, "uniform": 2, "exponential": 1, "lognormal": 2}  # number of parameters
@@ -142,7 +142,7 @@ class Workload:
 
     prompt: Lengths | Sequence[int]  # a sequence: one of these at random
     output: Lengths
-    acceptance: float | Sequence[Sequence[JudgedToken]]  # of each draft token, or measured texts
+    acceptance: float | Sequence[Judged]  # of each draft token, or measured texts
     trace: Sequence[Traced] = ()
     cached: float = 0.0  # share of a prompt that an earlier request had, too: from 0 to 1
     turns: int = 0  # requests of a chat, each of which begins as the one before; 0: all requests begin alike
@@ -244,22 +244,25 @@ class _Chats:
 
 
 def judge(
-    acceptance: float | Sequence[Sequence[JudgedToken]],
-    output: int,
-    random: np.random.Generator,
-    text: int | None = None,
-) -> list[JudgedToken]:
+    acceptance: float | Sequence[Judged], output: int, random: np.random.Generator, text: int | None = None
+) -> Judged:
     """Whether a draft token is accepted, at each position of an answer of `output` tokens.
 
     With a number, independently; otherwise as in measured texts, one after another: `text` as a whole first, if it was
-    measured, or a random one from a random token on. The first token of an answer is not drafted.
+    measured, or a random one from a random token on. The first token of an answer is not drafted. A text that was not
+    measured with some number of texts at once is taken from the nearest number.
     """
     if isinstance(acceptance, float):
-        return [(acceptance, accepted) for accepted in (random.random(output) < acceptance).tolist()]
-    measured = [tokens for tokens in acceptance if tokens]
-    judged = [] if text is None or not acceptance[text] else [acceptance[text][0], *acceptance[text]]
-    while len(judged) < output:
-        drawn = measured[int(random.integers(len(measured)))]
-        first = 0 if judged else int(random.integers(len(drawn)))
-        judged += drawn[first:]
-    return judged[:output]
+        return {1: [(acceptance, accepted) for accepted in (random.random(output) < acceptance).tolist()]}
+    measured = [one for one in acceptance if one]
+    judged: dict[int, list[JudgedToken]] = {n: [] for n in sorted({n for one in measured for n in one})}
+    drawn = {} if text is None else acceptance[text]
+    for n in judged if drawn else ():
+        tokens = drawn[nearest(drawn, n)]
+        judged[n] += [tokens[0], *tokens]
+    while judged and min(map(len, judged.values())) < output:
+        started, drawn = any(judged.values()), measured[int(random.integers(len(measured)))]
+        first = 0 if started else int(random.integers(min(map(len, drawn.values()))))
+        for n in judged:
+            judged[n] += drawn[nearest(drawn, n)][first:]
+    return judged

@@ -86,7 +86,7 @@ def test_request_with_a_draft_takes_the_sum_of_its_costs():
         ModelCosts({1: 0.11, 64: 0.74}), ModelCosts({1: 0.02, 64: 0.65}, change=0.004, further={1: 0.011, 64: 0.641}),
         Outside(0.001, 0.01, 0.0002, 0.0001),
     )  # fmt: skip
-    request = SimulatedRequest(20, 11, judged=[RIGHT, *[RIGHT, RIGHT, WRONG] * 4])
+    request = SimulatedRequest(20, 11, judged={1: [RIGHT, *[RIGHT, RIGHT, WRONG] * 4]})
     got = alone(costs, request, True, Always(costs, 3))
     prompt = 0.1 + 0.01 * 20 + 0.01 + 0.001
     reading = 0.01 + 0.01 * 22  # the draft reads the prompt, too: 21 tokens, padded to 22
@@ -102,7 +102,7 @@ def test_draft_pass_after_full_acceptance_has_two_tokens():
     costs = Costs(ModelCosts({1: 0.1}), ModelCosts({1: 0.01, 64: 0.64}))
     read = []
     recorded = dataclasses.replace(costs, draft=recording(costs.draft, read))
-    alone(recorded, SimulatedRequest(8, 20, judged=[RIGHT] * 20), True, Always(costs, 2))
+    alone(recorded, SimulatedRequest(8, 20, judged={1: [RIGHT] * 20}), True, Always(costs, 2))
     assert read[:5] == [9, 1, 2, 1, 2]
 
 
@@ -142,7 +142,7 @@ def test_simulated_passes_match_the_batch_decoder():
     environment = simpy.Environment()
     replica = Replica(environment, costs, Settings(max_num_seqs=2), Always(COSTS, 3))
     done = [
-        replica.submit(SimulatedRequest(prompt, output, judged=judged_of(result)))
+        replica.submit(SimulatedRequest(prompt, output, judged={1: judged_of(result)}))
         for (prompt, output), result in zip(sizes, results, strict=True)
     ]
     environment.run(simpy.AllOf(environment, done))
@@ -237,28 +237,49 @@ def test_break_even_load_is_in_requests():
 
 
 def test_measured_draft_tokens_keep_their_order():
-    texts = [[(0.5, True), (0.4, False)], [(0.9, True)]]
+    texts = [{1: [(0.5, True), (0.4, False)]}, {1: [(0.9, True)]}]
     random = np.random.default_rng(0)
-    drawn = [judge(texts, 3, random) for _ in range(50)]
-    assert all(len(text) == 3 for text in drawn)
+    drawn = [judge(texts, 3, random)[1] for _ in range(50)]
+    assert all(len(text) >= 3 for text in drawn)
     pairs = {pair for text in drawn for pair in itertools.pairwise(text)}
     assert ((0.5, True), (0.9, True)) not in pairs and ((0.5, True), (0.4, False)) in pairs
-    assert np.mean([right for _, right in judge(0.3, 20_000, random)]) == pytest.approx(0.3, abs=0.02)
+    assert np.mean([right for _, right in judge(0.3, 20_000, random)[1]]) == pytest.approx(0.3, abs=0.02)
 
 
 def test_measured_text_belongs_to_its_prompt():
     texts = [[(0.5, True), (0.4, False)], [(0.9, True)] * 9]
-    workload, random = Workload([20, 30], lengths("6"), texts), np.random.default_rng(0)
+    measured = [{1: tokens} for tokens in texts]
+    workload, random = Workload([20, 30], lengths("6"), measured), np.random.default_rng(0)
     for number, prompt in ((4, 20), (7, 30)):
         request = workload.numbered(number, random)
         judged_of = [texts[number % 2][0], *texts[number % 2]][:6]  # the first token of an answer is not drafted
-        assert request.prompt == prompt and request.judged[: len(judged_of)] == judged_of and len(request.judged) == 6
+        judged = request.judged[1]
+        assert request.prompt == prompt and judged[: len(judged_of)] == judged_of and len(judged) >= 6
 
 
 def test_prompt_whose_text_was_not_measured_takes_tokens_of_others():
-    workload = Workload([20, 30], lengths("6"), [[], [(0.9, True)] * 9])
+    workload = Workload([20, 30], lengths("6"), [{}, {1: [(0.9, True)] * 9}])
     request = workload.numbered(4, np.random.default_rng(0))
-    assert request.prompt == 20 and request.judged == [(0.9, True)] * 6
+    judged = request.judged[1]
+    assert request.prompt == 20 and len(judged) >= 6 and set(judged) == {(0.9, True)}
+
+
+def test_draft_tokens_are_judged_as_with_the_nearest_number_of_texts():
+    """One request drafts, and then eight at once, whose draft tokens were judged with 4 and 16 texts."""
+    always, never = [RIGHT] * 9, [WRONG] * 9
+    for judged in ({1: always, 16: never}, {1: always, 4: never, 16: never}):
+        replica = Replica(simpy.Environment(), COSTS, Settings(max_num_seqs=8), Always(COSTS, 2))
+        first = replica.submit(SimulatedRequest(8, 9, judged=judged))
+        replica.environment.run(first)
+        requests = [SimulatedRequest(8, 9, judged=judged) for _ in range(8)]
+        replica.environment.run(simpy.AllOf(replica.environment, [replica.submit(one) for one in requests]))
+        assert all(one.proposed and not one.accepted for one in requests)
+
+
+def test_text_that_was_not_measured_with_a_number_is_taken_from_the_nearest():
+    texts = [{4: [(0.4, True)] * 9, 16: [(0.16, True)] * 9}, {1: [(0.1, True)] * 9}]
+    judged = judge(texts, 6, np.random.default_rng(0), text=0)
+    assert {n: tokens[0][0] for n, tokens in judged.items()} == {1: 0.4, 4: 0.4, 16: 0.16}
 
 
 # ---- prefixes -------------------------------------------------------------------------------------------------------
@@ -501,11 +522,14 @@ def test_overheads_are_fitted_from_iterations():
         beyond = 0.002 + 0.0007 * requests + 0.0003 * rounds + 0.0001 * requests * rounds + 0.0005 * prompts
         beyond += random.normal(0, 1e-5) + (i % 20 == 0)  # sometimes a second
         expected = 0.001 * (1 + i % 7)
-        main = expected * (1.3 if prompts else 1.4 if rounds else 1.1) + 0.0002 * (requests - 1) + (i % 19 == 0)
+        size = 1 if requests <= 2 else 4 if requests <= 8 else 16
+        main = expected * (1.3 if prompts else 1.4 if rounds else 1.1) * (1 + size / 100) + (i % 19 == 0)
         found.append(Iteration(beyond, requests, rounds, requests * rounds, prompts, main, expected))
     outside = outside_of([types.SimpleNamespace(iterations=found, arrivals=[0.001, 0.002, 0.5])])
-    all_costs = Outside(0.002, 0.0007, 0.0003, 0.0001, 0.002, 0.0005, 0.0002, 1.1, 1.4, 1.3)
-    assert dataclasses.astuple(outside) == pytest.approx(dataclasses.astuple(all_costs), rel=0.05)
+    numbers = outside.iteration, outside.request, outside.round, outside.token, outside.arrival, outside.prompt
+    assert numbers == pytest.approx((0.002, 0.0007, 0.0003, 0.0001, 0.002, 0.0005), rel=0.05)
+    for factors, factor in ((outside.plain_factors, 1.1), (outside.draft_factors, 1.4), (outside.prompt_factors, 1.3)):
+        assert factors == pytest.approx({size: factor * (1 + size / 100) for size in (1, 4, 16)}, rel=0.01)
 
 
 def test_factor_of_a_pass_kind_without_measurements_is_one():
@@ -513,20 +537,22 @@ def test_factor_of_a_pass_kind_without_measurements_is_one():
         Iteration(0.001, 1, 0, 0, 1, 0.5 * i, 0.01) for i in (1, 2)
     ]
     outside = outside_of([types.SimpleNamespace(iterations=found, arrivals=[0.001])])
-    assert (outside.plain_factor, outside.draft_factor) == pytest.approx((1.2, 1.0)) and outside.prompt_factor > 10
+    assert outside.plain_factors == pytest.approx(dict.fromkeys((1, 4, 16), 1.2))
+    assert set(outside.draft_factors.values()) == {1.0} and outside.prompt_factors[1] > 10
     nothing = [Iteration(0.001, 1, 0, 0)]
-    assert outside_of([types.SimpleNamespace(iterations=nothing, arrivals=[0.001])]).plain_factor == 1.0
+    assert outside_of([types.SimpleNamespace(iterations=nothing, arrivals=[0.001])]).plain_factors[1] == 1.0
 
 
 def test_prompts_and_slow_pass_factors_lengthen_a_request():
-    """Two requests: a pass of their prompts, and one for their second tokens, of 0.1 s each."""
-    outside = Outside(prompt=0.01, sequence=0.003, plain_factor=1.2, prompt_factor=1.5)
+    """Two requests: a pass of their prompts, and one for their second tokens, of 0.1 s each. Two sequences are half as
+    far from one as from four, by ratio."""
+    outside = Outside(prompt=0.01, plain_factors={1: 1.1, 4: 1.3}, prompt_factors={1: 1.5})
     environment = simpy.Environment()
     replica = Replica(environment, Costs(ModelCosts({1: 0.1, 64: 0.1}), outside=outside), Settings(with_draft=False))
     requests = [SimulatedRequest(20, 2), SimulatedRequest(20, 2)]
     environment.run(simpy.AllOf(environment, [replica.submit(request) for request in requests]))
-    first = 0.15 + 2 * 0.01 + 0.003
-    assert [(got.first, got.end) for got in requests] == [pytest.approx((first, first + 0.12 + 0.003))] * 2
+    first = 0.15 + 2 * 0.01
+    assert [(got.first, got.end) for got in requests] == [pytest.approx((first, first + 0.12))] * 2
 
 
 def test_slower_draft_passes_while_decoding_are_fitted():
@@ -551,7 +577,7 @@ def test_no_draft_pass_costs_less_than_the_shortest_measured():
 def test_several_starts_are_combined_by_medians():
     def start(seconds):
         main = ModelCosts({1: seconds, 4: 2 * seconds}, sequence=seconds / 10)
-        return Costs(main, SMALL, Outside(seconds), [[RIGHT]], [8], outside_alone=Outside(seconds / 2))
+        return Costs(main, SMALL, Outside(seconds), [{1: [RIGHT]}], [8], outside_alone=Outside(seconds / 2))
 
     found = median([start(0.1), start(0.5), start(0.2)])
     assert found == start(0.2)
@@ -560,7 +586,7 @@ def test_several_starts_are_combined_by_medians():
 
 
 def test_main_model_alone_has_no_draft_overhead():
-    costs = Costs(ModelCosts({1: 0.1}), SMALL, Outside(0.05), [[WRONG] * 9], [9], outside_alone=Outside(0.01))
+    costs = Costs(ModelCosts({1: 0.1}), SMALL, Outside(0.05), [{1: [WRONG] * 9}], [9], outside_alone=Outside(0.01))
     found = alone(costs, SimulatedRequest(1, 4))
     assert found.end == pytest.approx(4 * 0.11)
 
