@@ -20,6 +20,7 @@ from speculative.cli.pipeline_arguments import (
     take_recommendation,
     whole_number,
 )
+from speculative.models.eagle3_head import has_paged_attention
 from speculative.models.spec import ModelSpec
 from speculative.pair.draft_limits import native_limit
 from speculative.pair.engines import NATIVE
@@ -216,7 +217,7 @@ def _check_models(args: argparse.Namespace, elsewhere: bool) -> None:
     if args.draft and (limit := native_limit(args.draft, args.device, args.draft_device)):
         console.fail(limit)
     for role, (_, device, _) in models.items():
-        if device.partition(".")[0] not in ("CPU", "GPU"):
+        if not has_paged_attention(device):
             console.fail(f"{role}: the server needs paged attention, which {device} lacks: use CPU, GPU or GPU.1.")
 
 

@@ -96,7 +96,7 @@ def serve(
     seen = 1.0 if routing == "prefix" else share
     arrivals, ongoing_chats = workload.arrivals(rate * share, count, random, seen)
     environment = simpy.Environment()
-    simulated_replicas = _replicas(environment, costs, settings, simulated)
+    simulated_replicas = _replicas(environment, costs, settings, simulated, in_process=False)
     router = Router(routing, simulated_replicas, random)
     if workload.cached:
         _fill_caches(arrivals, ongoing_chats, simulated_replicas, router)
@@ -119,9 +119,11 @@ def serve(
     return Served(counted, busy / (seconds * simulated), batch_seconds / busy if busy else 0.0, throughput, seconds)
 
 
-def _replicas(environment: simpy.Environment, costs: Costs, settings: Settings, n: int) -> list[Replica]:
+def _replicas(
+    environment: simpy.Environment, costs: Costs, settings: Settings, n: int, in_process: bool
+) -> list[Replica]:
     cores = SharedCores(environment, costs.server, n) if costs.server else None
-    return [Replica(environment, costs, settings, cores=cores) for _ in range(n)]
+    return [Replica(environment, costs, settings, cores=cores, in_process=in_process) for _ in range(n)]
 
 
 def _fill_caches(
@@ -145,7 +147,7 @@ class ClosedLoop:
         routing: Routing = "balanced",
     ):  # fmt: skip
         self._environment = simpy.Environment()
-        self.replicas = _replicas(self._environment, costs, settings, replicas)
+        self.replicas = _replicas(self._environment, costs, settings, replicas, in_process=not costs.server)
         self._seed, self._num_spans = seed, 0  # the same requests, whatever the settings and the order of their answers
         self._router = Router(routing, self.replicas, np.random.default_rng(seed))
         self._workload = workload

@@ -84,8 +84,9 @@ class Outside:
     request: float = 0.0  # more, for each request in an iteration
     round: float = 0.0  # more, for each drafting round
     token: float = 0.0  # more, for each draft token
-    arrival: float = 0.0  # once, for each request
+    arrival: float = 0.0  # once, for each request, to add it to the batch decoder
     prompt: float = 0.0  # more, for each request whose prompt is processed in an iteration
+    tokenize: float = 0.0  # once, for each request, before it is added
     # factors by number of sequences in the forward pass
     plain_factors: Mapping[int, float] = field(default_factory=lambda: {1: 1.0})  # without draft tokens and prompts
     draft_factors: Mapping[int, float] = field(default_factory=lambda: {1: 1.0})  # with draft tokens to verify

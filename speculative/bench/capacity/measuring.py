@@ -4,7 +4,7 @@
 
 The main model's forward passes are timed by their number of tokens, alone and after another number of tokens, with and
 without logits, over a long context, and over several sequences. Those of the draft were timed when the decoder was
-loaded. Then the decoder answers the prompts, 1, 4 and 16 at a time: without the draft model, with it but without
+loaded. Then the decoder answers the prompts, 1, 4, 8 and 16 at a time: without the draft model, with it but without
 drafting, and with a fixed draft length, about that of the policy for as many texts. The forward passes are timed again
 while decoding: those of the main model differ by a factor for each number of texts, those of the draft by a constant.
 The time of an iteration outside its forward passes is distributed over iteration, requests, prompts, drafting rounds
@@ -39,7 +39,12 @@ SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)  # tokens in one fo
 SHORT, LONG = 64, 1024  # tokens in the context, if they fit
 SEQUENCES = 16  # with one token each, in one forward pass
 REPETITIONS, ENOUGH_SECONDS = 5, 20.0  # repetitions; two do after so many seconds
-DRAFT_LENGTHS = {1: 8, 4: 4, 16: 2}  # draft tokens for each text and iteration, by number of texts decoded at once
+DRAFT_LENGTHS = {
+    1: 8,
+    4: 3,
+    8: 2,
+    16: 2,
+}  # draft tokens for each text and iteration, by number of texts decoded at once
 RUN_SECONDS = 2.5  # for each number of texts, with and without drafts; longer until each of them has ended
 OUTLIER = 10.0  # median absolute deviations from which a time is left out
 
@@ -246,7 +251,8 @@ class Recorder(BatchDraftLength):
         self._costs = costs
         self.iterations: list[Iteration] = []
         self.draft_passes: list[DraftPass] = []
-        self.arrivals: list[float] = []  # seconds of each new request
+        self.tokenizing: list[float] = []  # seconds, of each request
+        self.arrivals: list[float] = []  # seconds to add each request
         self.judged: dict[int, dict[int, list[JudgedToken]]] = {}  # by prompt and number of texts, of the first text
         self._size = 1  # number of texts decoded at once
         self._prompt = 0  # of the newest request
@@ -322,10 +328,12 @@ class Recorder(BatchDraftLength):
             while running < texts and (remaining > 0 or time.perf_counter() < deadline):
                 number, begin = next(numbers), time.perf_counter()
                 ids, self._prompt = prompts[number], number % len(prompts)
+                tokenized = time.perf_counter()
                 if not decoder.has_room(len(ids) + tokens):
                     break
                 decoder.add_request(ids, config)
-                self.arrivals.append(time.perf_counter() - begin)
+                self.tokenizing.append(tokenized - begin)
+                self.arrivals.append(time.perf_counter() - tokenized)
                 running, remaining = running + 1, remaining - 1
             if not running:
                 return
@@ -346,12 +354,14 @@ class Recorder(BatchDraftLength):
 def outside_of(recorders: Sequence[Recorder]) -> Outside:
     """What iterations take beyond their forward passes, and these beyond passes measured one after another."""
     iterations = [one for recorder in recorders for one in recorder.iterations]
+    tokenizing = [seconds for recorder in recorders for seconds in recorder.tokenizing]
     arrivals = [seconds for recorder in recorders for seconds in recorder.arrivals]
     if not iterations:
         return Outside()
     counts = [(1, one.requests, one.rounds, one.drafted, one.prompts) for one in iterations]
     iteration, request, round_, token, prompt = _least_squares(counts, [one.seconds for one in iterations])
-    return Outside(iteration, request, round_, token, statistics.median(arrivals), prompt, *_factors(iterations))
+    tokenize, arrival = statistics.median(tokenizing), statistics.median(arrivals)
+    return Outside(iteration, request, round_, token, arrival, prompt, tokenize, *_factors(iterations))
 
 
 def _factors(iterations: Sequence[Iteration]) -> list[dict[int, float]]:

@@ -19,7 +19,7 @@ from speculative.bench.capacity.costs import Costs
 from speculative.bench.capacity.replica import Settings
 from speculative.bench.capacity.sharing import MEASURED_SERVERS
 from speculative.bench.capacity.workload import Workload, lengths
-from speculative.bench.load.metrics import PROMPTS_PER_RUN, Load, RequestRecord, Span, row
+from speculative.bench.load.metrics import Load, RequestRecord, Span, first_number, row
 from speculative.bench.result import CapacityCheck, CapacityRow, Drawn, LoadRow
 
 STEP_DIVISOR = 8  # replicas up to which each number is tried; beyond, an eighth more each time
@@ -193,7 +193,7 @@ class Planner:
         load = Load(name, loop.run)
         for number in range(rounds + 1):
             for place, n in enumerate(clients):
-                first = PROMPTS_PER_RUN * (number * len(clients) + place)  # as in `take_turns`
+                first = first_number(number * len(clients) + place)
                 span = loop.run(n, (seconds or each * n) if number else INSTANT, first)
                 if number:
                     load.rounds.setdefault(n, []).append(span)

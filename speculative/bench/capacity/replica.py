@@ -96,9 +96,11 @@ class Replica:
         settings: Settings,
         policy: BatchDraftLength | None = None,
         cores: SharedCores | None = None,
+        in_process: bool = False,
     ):
         """`policy` decides on draft lengths, by default as in the engine. `cores` are shared with other replicas and
-        with the server's other work."""
+        with the server's other work, which includes tokenization. `in_process`: requests are sent by the thread of the
+        batch decoder, one after another, as in benchmark_batching.py."""
         self.environment = environment
         self.costs = costs
         self.settings = settings
@@ -108,6 +110,7 @@ class Replica:
         self.waiting: deque[SimulatedRequest] = deque()
         self.running: list[SimulatedRequest] = []
         self.cores = cores
+        self.in_process = in_process
         self.busy = 0.0  # seconds in iterations
         self.in_batch = 0.0  # seconds in iterations, of each request
         self._prefixes: OrderedDict[int, int] = OrderedDict()  # tokens by chat, least recently used first
@@ -151,7 +154,7 @@ class Replica:
             if not self.waiting and not self.running:
                 self._wakeup = self.environment.event()
                 yield self._wakeup
-            seconds = self.outside.arrival * self._admit() + self._iterate()
+            seconds = self._admit() + self._iterate()
             if self.cores:
                 seconds *= self.cores.slowdown(self)
             self.busy += seconds
@@ -162,9 +165,10 @@ class Replica:
                 self.cores.leave(self)
             yield self.environment.timeout(0.0)  # a client may send its next request before the next iteration
 
-    def _admit(self) -> int:
-        """Move waiting requests into the batch, in order; returns their number."""
-        num_before = len(self.running)
+    def _admit(self) -> float:
+        """Move waiting requests into the batch, in order; returns the seconds that this takes."""
+        tokenize = self.outside.tokenize if not self.cores else 0.0
+        seconds = 0.0
         while self.waiting and len(self.running) < self.settings.max_num_seqs:
             request = self.waiting[0]
             needed = _blocks(request.prompt + request.output) * BLOCK
@@ -172,7 +176,10 @@ class Replica:
                 break
             self.running.append(self.waiting.popleft())
             request.estimate = cast(AcceptanceEstimate, self.policy.estimate())
-        return len(self.running) - num_before
+            if self.in_process and request.sent == self.environment.now:  # sent after those before it, when tokenized
+                request.sent += seconds + tokenize
+            seconds += tokenize + self.outside.arrival
+        return seconds
 
     def _reserved(self) -> int:
         """Tokens that fit in the blocks of the running requests; a shared block counts once."""

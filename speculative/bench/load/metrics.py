@@ -101,6 +101,11 @@ class Load:
     rounds: dict[int, list[Span]] = field(default_factory=dict)  # by number of clients
 
 
+def first_number(turn: int) -> int:
+    """The number of the first prompt in a measurement, by the measurements of the same method before it."""
+    return PROMPTS_PER_RUN * turn
+
+
 def take_turns(methods: Sequence[Load], clients: Sequence[int], seconds: float, rounds: int, warm_up: int = 1) -> bool:
     """Add `rounds` rounds to every method after `warm_up` discarded rounds.
 
@@ -117,7 +122,7 @@ def take_turns(methods: Sequence[Load], clients: Sequence[int], seconds: float, 
                     lasting = seconds if number >= warm_up else min(WARM_UP, seconds)
                     for method in shuffled(methods, turn):
                         bar.set_description(f"{method.name}, {n} at once")
-                        done.append((method, n, method.run(n, lasting, PROMPTS_PER_RUN * turn)))
+                        done.append((method, n, method.run(n, lasting, first_number(turn))))
                         bar.update()
                 if number >= warm_up:
                     for method, n, span in done:

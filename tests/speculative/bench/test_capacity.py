@@ -515,6 +515,11 @@ def test_without_latency_a_clients_next_request_joins_next_iteration():
 # ---- costs and workloads --------------------------------------------------------------------------------------------
 
 
+def recorded(iterations, arrivals):
+    """A recorder of `iterations` and of requests that took these times to add."""
+    return types.SimpleNamespace(iterations=iterations, arrivals=arrivals, tokenizing=[0.001 + one for one in arrivals])
+
+
 def test_overheads_are_fitted_from_iterations():
     random, found = np.random.default_rng(0), []
     for i, (requests, rounds) in enumerate(random.integers((1, 0), (16, 4), (400, 2)).tolist()):
@@ -522,25 +527,25 @@ def test_overheads_are_fitted_from_iterations():
         beyond = 0.002 + 0.0007 * requests + 0.0003 * rounds + 0.0001 * requests * rounds + 0.0005 * prompts
         beyond += random.normal(0, 1e-5) + (i % 20 == 0)  # sometimes a second
         expected = 0.001 * (1 + i % 7)
-        size = 1 if requests <= 2 else 4 if requests <= 8 else 16
+        size = next(n for n in (16, 8, 4, 1) if requests > {16: 11, 8: 5, 4: 2, 1: 0}[n])
         main = expected * (1.3 if prompts else 1.4 if rounds else 1.1) * (1 + size / 100) + (i % 19 == 0)
         found.append(Iteration(beyond, requests, rounds, requests * rounds, prompts, main, expected))
-    outside = outside_of([types.SimpleNamespace(iterations=found, arrivals=[0.001, 0.002, 0.5])])
-    numbers = outside.iteration, outside.request, outside.round, outside.token, outside.arrival, outside.prompt
-    assert numbers == pytest.approx((0.002, 0.0007, 0.0003, 0.0001, 0.002, 0.0005), rel=0.05)
+    outside = outside_of([recorded(found, [0.001, 0.002, 0.5])])
+    numbers = [getattr(outside, one.name) for one in dataclasses.fields(Outside)][:7]
+    assert numbers == pytest.approx([0.002, 0.0007, 0.0003, 0.0001, 0.002, 0.0005, 0.003], rel=0.05)
     for factors, factor in ((outside.plain_factors, 1.1), (outside.draft_factors, 1.4), (outside.prompt_factors, 1.3)):
-        assert factors == pytest.approx({size: factor * (1 + size / 100) for size in (1, 4, 16)}, rel=0.01)
+        assert factors == pytest.approx({size: factor * (1 + size / 100) for size in (1, 4, 8, 16)}, rel=0.01)
 
 
 def test_factor_of_a_pass_kind_without_measurements_is_one():
     found = [Iteration(0.001, 1, 0, 0, 0, 0.012, 0.01)] * 5 + [
         Iteration(0.001, 1, 0, 0, 1, 0.5 * i, 0.01) for i in (1, 2)
     ]
-    outside = outside_of([types.SimpleNamespace(iterations=found, arrivals=[0.001])])
-    assert outside.plain_factors == pytest.approx(dict.fromkeys((1, 4, 16), 1.2))
+    outside = outside_of([recorded(found, [0.001])])
+    assert outside.plain_factors == pytest.approx(dict.fromkeys((1, 4, 8, 16), 1.2))
     assert set(outside.draft_factors.values()) == {1.0} and outside.prompt_factors[1] > 10
     nothing = [Iteration(0.001, 1, 0, 0)]
-    assert outside_of([types.SimpleNamespace(iterations=nothing, arrivals=[0.001])]).plain_factors[1] == 1.0
+    assert outside_of([recorded(nothing, [0.001])]).plain_factors[1] == 1.0
 
 
 def test_prompts_and_slow_pass_factors_lengthen_a_request():
@@ -553,6 +558,20 @@ def test_prompts_and_slow_pass_factors_lengthen_a_request():
     environment.run(simpy.AllOf(environment, [replica.submit(request) for request in requests]))
     first = 0.15 + 2 * 0.01
     assert [(got.first, got.end) for got in requests] == [pytest.approx((first, first + 0.12))] * 2
+
+
+def test_requests_of_one_thread_are_sent_one_after_another():
+    """Each is tokenized, sent and added before the next one; a pass over their prompts takes 0.1 s."""
+    costs = Costs(ModelCosts({1: 0.1, 64: 0.1}), outside=Outside(arrival=0.01, tokenize=0.02))
+    ttft = {}
+    for in_process in (True, False):
+        environment = simpy.Environment()
+        replica = Replica(environment, costs, Settings(with_draft=False), in_process=in_process)
+        requests = [SimulatedRequest(20, 1) for _ in range(3)]
+        environment.run(simpy.AllOf(environment, [replica.submit(request) for request in requests]))
+        ttft[in_process] = [request.first - request.sent for request in requests]
+    assert ttft[True] == pytest.approx([0.17, 0.14, 0.11])
+    assert ttft[False] == pytest.approx([0.19] * 3)
 
 
 def test_slower_draft_passes_while_decoding_are_fitted():
