@@ -453,7 +453,7 @@ def main() -> int:
         goals = Goals(arguments.ttft_goal, arguments.tpot_goal, arguments.percentile)
         with exit_on(ValueError, status=2):
             workload = workload_of(arguments, costs, measured)
-        if context := measured.get("context"):  # not in files of earlier versions
+        if context := measured.get("context"):  # not in files of the Python API
             with exit_on(ValueError, status=2):
                 workload.check(context)
         planner = Planner(costs, workload, goals, arguments.routing, arguments.requests, arguments.seed)

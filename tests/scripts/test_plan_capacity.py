@@ -62,6 +62,33 @@ def test_saved_costs_give_the_same_plan_as_measured_costs(run_here, tmp_path, mo
     assert all(factor > 0 and factor != 1 for both in factors for factor in both)  # 1 is that of passes not seen
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"judged": [{"x": [[0.5, True]]}]},
+        {"judged": [{"0": [[0.5, True]]}]},
+        {"judged": [{"1": [[0.5]]}]},
+        {"judged": [[[0.5, True]]]},
+        {"outside": {"plain_factors": {}, "draft_factors": {"1": 1.0}, "prompt_factors": {"1": 1.0}}},
+        {"outside": {"iteration": 0.1}},
+        {"main": {"passes": {}, "further": None}},
+        {"main": None},
+    ],
+)
+def test_costs_with_strange_content_are_rejected(costs, changed):
+    costs.write_text(json.dumps(json.loads(costs.read_text(encoding="utf-8")) | changed), encoding="utf-8")
+    with pytest.raises(ValueError, match="has no costs: give a file"):
+        Costs.read(costs)
+
+
+@pytest.mark.parametrize("judged", [[{}, {}], [{"1": []}]])
+def test_costs_without_judged_draft_tokens_have_no_acceptance(costs, judged):
+    content = json.loads(costs.read_text(encoding="utf-8")) | {"judged": judged}
+    costs.write_text(json.dumps(content), encoding="utf-8")
+    found, _ = Costs.read(costs)
+    assert found.judged == [] and found.acceptance is None
+
+
 def test_plan_is_complete_and_written_to_files(run_here, costs, tmp_path):
     files = [part for kind in ("json", "csv", "png") for part in (f"--{kind}", tmp_path / f"plan.{kind}")]
     arguments = ["--rate", "0.5,2", "--max-num-seqs", "2,4", *QUICK, "--prompt-tokens", "uniform:10:90"]
@@ -138,7 +165,7 @@ def test_trace_defines_the_request_rate(run_here, costs, tmp_path):
 
 @pytest.mark.parametrize("given", [("--prompt-tokens", "101"), ("--prompt-tokens", "uniform:9:101"), ("--trace", None)])
 def test_requests_longer_than_context_are_rejected(run_here, tmp_path, given):
-    """The server would reject them. Costs of earlier versions have no context."""
+    """The server would reject them. Costs saved by the Python API may have no context."""
     (tmp_path / "trace.jsonl").write_text(
         LINE + '{"arrival": 1, "prompt_tokens": 58, "output_tokens": 59}', encoding="utf-8"
     )

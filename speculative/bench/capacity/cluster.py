@@ -144,14 +144,15 @@ class ClosedLoop:
 
     def __init__(
         self, costs: Costs, settings: Settings, workload: Workload, seed: int, replicas: int = 1,
-        routing: Routing = "balanced",
+        routing: Routing = "balanced", in_process: bool = False,
     ):  # fmt: skip
+        """`in_process`: the clients are in the thread of the batch decoder, as in benchmark_batching.py."""
         self._environment = simpy.Environment()
-        self.replicas = _replicas(self._environment, costs, settings, replicas, in_process=not costs.server)
+        self.replicas = _replicas(self._environment, costs, settings, replicas, in_process)
         self._seed, self._num_spans = seed, 0  # the same requests, whatever the settings and the order of their answers
         self._router = Router(routing, self.replicas, np.random.default_rng(seed))
         self._workload = workload
-        self._latency = costs.latency
+        self._latency = 0.0 if in_process else costs.latency
 
     def run(self, clients: int, seconds: float, first: int) -> Span:
         """As `Load.run`: the simulated records of `clients` clients for `seconds`."""

@@ -1,6 +1,6 @@
 """Costs of a replica: times of its forward passes and of its other work, and the acceptance of its draft tokens.
 
-costs = measuring.measure(decoder, prompts)
+costs = measuring.measure(decoder, prompts, max_new_tokens=64)
 costs.save(Path("costs.json"), environment)
 costs, environment = Costs.read(Path("costs.json"))
 costs = median([costs, others])  # of several starts
@@ -24,6 +24,7 @@ from speculative.drafting.latency_curve import LatencyCurve, monotone
 from speculative.models.paged_model import rounded_up
 
 FORMAT = 3  # of the file
+NO_COSTS = "has no costs: give a file written by --save-costs"
 MAX_TOKENS = 2048  # in a forward pass
 
 T = TypeVar("T")
@@ -32,8 +33,8 @@ JudgedToken = tuple[float, bool]
 """The draft's confidence in a token, and whether the main model accepts the token if it accepts those before it."""
 
 Judged = Mapping[int, Sequence[JudgedToken]]
-"""The draft tokens of a text, in order, by the number of texts that were decoded at once: the more, the shorter drafts
-were. Later draft tokens of an iteration are accepted less often, as they build on a longer draft."""
+"""The draft tokens of a text, in order, by the number of texts that were decoded at once: the more texts, the shorter
+their drafts. Later draft tokens of an iteration are accepted less often, as they build on a longer draft."""
 
 
 @dataclass(frozen=True)
@@ -122,8 +123,8 @@ class Costs:
 
     @property
     def latency(self) -> float:
-        """Seconds that a request takes without inference; 0 if that is not known."""
-        return self.server.latency if self.server else 0.0
+        """Seconds that a request to a server takes without inference; if that is not known, those to tokenize it."""
+        return self.server.latency if self.server else self.outside.tokenize
 
     @property
     def acceptance(self) -> float | None:
@@ -140,27 +141,28 @@ class Costs:
         """Read costs and environment from a file that `save` wrote. Raises ValueError if that is not possible."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            if content["format"] != FORMAT:
-                raise ValueError(f"{path} has costs of format {content['format']}, not {FORMAT}: measure them again")
-            draft = content["draft"]
+            found = content["format"]
+        except OSError as error:
+            raise ValueError(f"cannot read {path}: {error.strerror}") from None
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{path} {NO_COSTS}") from None
+        if found != FORMAT:
+            raise ValueError(f"{path} has costs of format {found}, not {FORMAT}: measure them again")
+        try:
+            draft, judged = content["draft"], list(map(_judged, content["judged"]))
             costs = cls(
                 _model(content["main"]),
                 draft and _model(draft),
                 _outside(content["outside"]),
-                [
-                    _by_number(text, lambda tokens: [(float(q), bool(ok)) for q, ok in tokens])
-                    for text in content["judged"]
-                ],
+                judged if any(judged) else [],
                 content["prompt_tokens"],
                 content["shares_prefixes"],
                 _outside(content["outside_alone"]) if content.get("outside_alone") else None,
                 ServerCosts(**content["server"]) if content.get("server") else None,
             )
             return costs, dict(content["environment"])
-        except OSError as error:
-            raise ValueError(f"cannot read {path}: {error.strerror}") from None
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
-            raise ValueError(f"{path} has no costs: give a file written by --save-costs") from None
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ValueError(f"{path} {NO_COSTS}") from None
 
 
 def median(starts: Sequence[Costs]) -> Costs:
@@ -197,15 +199,27 @@ def nearest(numbers: Iterable[int], number: int) -> int:
 
 
 def _model(content: dict) -> ModelCosts:
-    passes, further = content["passes"], content["further"]
-    return ModelCosts(**{**content, "passes": _by_number(passes), "further": further and _by_number(further)})
+    passes, further = _by_number(content["passes"]), content["further"]
+    if 1 not in passes:
+        raise ValueError
+    return ModelCosts(**{**content, "passes": passes, "further": further and _by_number(further)})
 
 
 def _outside(content: dict) -> Outside:
     factors = {name: _by_number(content[name]) for name in ("plain_factors", "draft_factors", "prompt_factors")}
+    if not all(factors.values()):
+        raise ValueError
     return Outside(**{**content, **factors})
 
 
+def _judged(content: dict) -> Judged:
+    texts = _by_number(content, lambda tokens: [(float(confidence), bool(accepted)) for confidence, accepted in tokens])
+    return {n: tokens for n, tokens in texts.items() if tokens}
+
+
 def _by_number(content: dict, value: Callable[[Any], Any] = float) -> dict[int, Any]:
-    """A JSON object whose keys are numbers."""
-    return {int(n): value(one) for n, one in content.items()}
+    """A JSON object whose keys are numbers, in ascending order. Raises ValueError if one is not positive."""
+    found = {int(n): value(one) for n, one in content.items()}
+    if any(n < 1 for n in found):
+        raise ValueError
+    return dict(sorted(found.items()))

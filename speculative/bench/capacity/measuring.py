@@ -9,7 +9,7 @@ drafting, and with a fixed draft length, about that of the policy for as many te
 while decoding: those of the main model differ by a factor for each number of texts, those of the draft by a constant.
 The time of an iteration outside its forward passes is distributed over iteration, requests, prompts, drafting rounds
 and draft tokens by least squares, for the main model alone and with the draft. For each draft token, the confidence and
-the acceptance are recorded.
+the acceptance are recorded. The time to tokenize a prompt and to add a request is measured, too.
 """
 
 import dataclasses
@@ -67,10 +67,10 @@ def measure(decoder: BatchDecoder, prompts: Sequence[np.ndarray], max_new_tokens
         for i, recorder in enumerate([plain_recorder, *drafting], start=1)
     }
     try:
-        for size, recorder in tqdm(list(itertools.product(DRAFT_LENGTHS, numbers)), desc="iterations", leave=False):
+        for texts, recorder in tqdm(list(itertools.product(DRAFT_LENGTHS, numbers)), desc="iterations", leave=False):
             decoder.draft_length, decoder.draft = recorder, None if recorder is plain_recorder else model
             with recorder.timing(decoder):
-                recorder.run(decoder, prompts, numbers[recorder], size, max_new_tokens)
+                recorder.run(decoder, prompts, numbers[recorder], texts, max_new_tokens)
     finally:
         decoder.draft_length, decoder.draft = original_policy, model
     if draft:
@@ -254,7 +254,7 @@ class Recorder(BatchDraftLength):
         self.tokenizing: list[float] = []  # seconds, of each request
         self.arrivals: list[float] = []  # seconds to add each request
         self.judged: dict[int, dict[int, list[JudgedToken]]] = {}  # by prompt and number of texts, of the first text
-        self._size = 1  # number of texts decoded at once
+        self._texts = 1  # decoded at once, as far as there is room
         self._prompt = 0  # of the newest request
         self._drafts = drafts
         self._width = 0  # tokens of the draft's last forward pass
@@ -264,12 +264,12 @@ class Recorder(BatchDraftLength):
 
     def estimate(self, combined: bool = False) -> Estimate:
         judged: list[JudgedToken] = []
-        self.judged.setdefault(self._prompt, {}).setdefault(self._size, judged)
+        self.judged.setdefault(self._prompt, {}).setdefault(self._texts, judged)
         return JudgedEstimate(judged)
 
     def choose(self, estimates: Sequence[Estimate], tokens: int, model_users: int, forced: bool = False) -> list[int]:
         super().choose(estimates, tokens, model_users, forced)
-        length = DRAFT_LENGTHS[self._size] if self._drafts else 0
+        length = DRAFT_LENGTHS[self._texts] if self._drafts else 0
         return [i for i, estimate in enumerate(estimates) if estimate.drafted < length]
 
     def update_draft(self, tokens: int, seconds: float, search_seconds: float = 0.0) -> None:
@@ -323,7 +323,7 @@ class Recorder(BatchDraftLength):
     ) -> None:
         """Decode `texts` texts at once, a new one when one ends."""
         config, running = GenerationConfig(max_new_tokens=tokens, ignore_eos=True), 0
-        self._size, remaining, deadline = texts, texts, time.perf_counter() + RUN_SECONDS
+        self._texts, remaining, deadline = texts, texts, time.perf_counter() + RUN_SECONDS
         while True:
             while running < texts and (remaining > 0 or time.perf_counter() < deadline):
                 number, begin = next(numbers), time.perf_counter()

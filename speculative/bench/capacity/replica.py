@@ -17,7 +17,7 @@ from typing import cast
 import simpy
 
 from speculative.batch_decoder import PREFILL_CHUNK, prompt_budget
-from speculative.bench.capacity.costs import Costs, Judged, nearest
+from speculative.bench.capacity.costs import Costs, Judged, JudgedToken, nearest
 from speculative.bench.capacity.sharing import SharedCores
 from speculative.drafting.acceptance import AcceptanceEstimate
 from speculative.drafting.batch_policy import BatchDraftLength
@@ -52,7 +52,7 @@ class SimulatedRequest:
     output: int
     chat: int = 0
     shared: int = 0
-    judged: Judged = field(default_factory=dict)  # whether a draft token is accepted, at each position of the answer
+    judged: Judged = field(default_factory=dict)  # the draft token at each position of the answer
     sent: float = 0.0
     first: float = 0.0  # when the first token came
     streamed: float = 0.0  # when the last piece of text was sent
@@ -81,6 +81,10 @@ class SimulatedRequest:
         """Tokens in blocks that it shares with others of its chat, as far as they are computed."""
         return min(self.shared, self.prompt - 1, self.prefilled) // BLOCK * BLOCK
 
+    def verdict(self, index: int, decoding: int) -> JudgedToken:
+        """On the draft token `index` of this iteration, if `decoding` requests are decoded at once."""
+        return self.judged[nearest(self.judged, decoding)][self.generated + index]
+
     @property
     def can_draft(self) -> bool:
         return self.generated + self.drafted < self.output - 1 and self.drafted < LONGEST and not self.done_drafting
@@ -99,8 +103,8 @@ class Replica:
         in_process: bool = False,
     ):
         """`policy` decides on draft lengths, by default as in the engine. `cores` are shared with other replicas and
-        with the server's other work, which includes tokenization. `in_process`: requests are sent by the thread of the
-        batch decoder, one after another, as in benchmark_batching.py."""
+        with the server's other work. `in_process`: requests are tokenized and sent by the thread of the batch decoder,
+        one after another, as in benchmark_batching.py."""
         self.environment = environment
         self.costs = costs
         self.settings = settings
@@ -167,7 +171,7 @@ class Replica:
 
     def _admit(self) -> float:
         """Move waiting requests into the batch, in order; returns the seconds that this takes."""
-        tokenize = self.outside.tokenize if not self.cores else 0.0
+        tokenize = self.outside.tokenize if self.in_process else 0.0
         seconds = 0.0
         while self.waiting and len(self.running) < self.settings.max_num_seqs:
             request = self.waiting[0]
@@ -272,9 +276,7 @@ class Replica:
             seconds = self.draft.seconds(computed, len(drafting), context, attended, changed, further=spent > 0)
             seconds += self.outside.token * len(drafting)
             for request in drafting:
-                confidence, _ = request.judged[nearest(request.judged, len(decoding))][
-                    request.generated + request.drafted
-                ]
+                confidence, _ = request.verdict(request.drafted, len(decoding))
                 request.drafted += 1
                 request.estimate.draft(confidence)
             self.policy.update_draft(computed, seconds)
@@ -284,10 +286,8 @@ class Replica:
         """Accept the draft tokens up to the first wrong one; returns the number of new tokens. `decoding`: the number
         of requests that are being decoded."""
         accepted = 0
-        if request.drafted:
-            judged = request.judged[nearest(request.judged, decoding)][request.generated :]
-            while accepted < request.drafted and judged[accepted][1]:
-                accepted += 1
+        while accepted < request.drafted and request.verdict(accepted, decoding)[1]:
+            accepted += 1
         request.draft_cached = min(request.draft_cached, request.prompt + request.generated + accepted)
         if self.draft:
             request.estimate.update(request.drafted, accepted)

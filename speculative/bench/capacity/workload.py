@@ -249,8 +249,8 @@ def judge(
     """Whether a draft token is accepted, at each position of an answer of `output` tokens.
 
     With a number, independently; otherwise as in measured texts, one after another: `text` as a whole first, if it was
-    measured, or a random one from a random token on. The first token of an answer is not drafted. A text that was not
-    measured with some number of texts at once is taken from the nearest number.
+    measured, or a random one from a random token on. The first token of an answer is not drafted. Where a text was not
+    measured with some number of texts at once, its tokens for the nearest number are used.
     """
     if isinstance(acceptance, float):
         return {1: [(acceptance, accepted) for accepted in (random.random(output) < acceptance).tolist()]}

@@ -102,7 +102,7 @@ class Load:
 
 
 def first_number(turn: int) -> int:
-    """The number of the first prompt in a measurement, by the measurements of the same method before it."""
+    """The number of the first prompt of a measurement; `turn`: how many measurements the method had before."""
     return PROMPTS_PER_RUN * turn
 
 
