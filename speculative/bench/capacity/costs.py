@@ -149,12 +149,12 @@ class Costs:
         if found != FORMAT:
             raise ValueError(f"{path} has costs of format {found}, not {FORMAT}: measure them again")
         try:
-            draft, judged = content["draft"], list(map(_judged, content["judged"]))
+            draft = content["draft"]
             costs = cls(
                 _model(content["main"]),
                 draft and _model(draft),
                 _outside(content["outside"]),
-                judged if any(judged) else [],
+                without_empty(map(_judged, content["judged"])),
                 content["prompt_tokens"],
                 content["shares_prefixes"],
                 _outside(content["outside_alone"]) if content.get("outside_alone") else None,
@@ -193,6 +193,12 @@ def _medians(starts: Sequence[T]) -> T:
     return type(starts[0])(**medians)
 
 
+def without_empty(texts: Iterable[Judged]) -> Sequence[Judged]:
+    """`texts` without numbers that have no draft token; none if no draft token was judged."""
+    judged = [{n: tokens for n, tokens in text.items() if tokens} for text in texts]
+    return judged if any(judged) else []
+
+
 def nearest(numbers: Iterable[int], number: int) -> int:
     """The one of `numbers` that is nearest to `number`, by ratio."""
     return min(numbers, key=lambda n: abs(math.log2(n / number)))
@@ -213,8 +219,7 @@ def _outside(content: dict) -> Outside:
 
 
 def _judged(content: dict) -> Judged:
-    texts = _by_number(content, lambda tokens: [(float(confidence), bool(accepted)) for confidence, accepted in tokens])
-    return {n: tokens for n, tokens in texts.items() if tokens}
+    return _by_number(content, lambda tokens: [(float(confidence), bool(accepted)) for confidence, accepted in tokens])
 
 
 def _by_number(content: dict, value: Callable[[Any], Any] = float) -> dict[int, Any]:

@@ -24,7 +24,7 @@ import numpy as np
 from openvino_genai import GenerationConfig
 
 from speculative.batch_decoder import BatchDecoder
-from speculative.bench.capacity.costs import Costs, JudgedToken, ModelCosts, Outside, nearest
+from speculative.bench.capacity.costs import Costs, JudgedToken, ModelCosts, Outside, nearest, without_empty
 from speculative.bench.capacity.least_squares import non_negative
 from speculative.bench.load.metrics import PROMPTS_PER_RUN
 from speculative.cli.progress import tqdm
@@ -39,12 +39,8 @@ SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)  # tokens in one fo
 SHORT, LONG = 64, 1024  # tokens in the context, if they fit
 SEQUENCES = 16  # with one token each, in one forward pass
 REPETITIONS, ENOUGH_SECONDS = 5, 20.0  # repetitions; two do after so many seconds
-DRAFT_LENGTHS = {
-    1: 8,
-    4: 3,
-    8: 2,
-    16: 2,
-}  # draft tokens for each text and iteration, by number of texts decoded at once
+# draft tokens for each text and iteration, by number of texts decoded at once
+DRAFT_LENGTHS = {1: 8, 4: 3, 8: 2, 16: 2}
 RUN_SECONDS = 2.5  # for each number of texts, with and without drafts; longer until each of them has ended
 OUTLIER = 10.0  # median absolute deviations from which a time is left out
 
@@ -76,11 +72,11 @@ def measure(decoder: BatchDecoder, prompts: Sequence[np.ndarray], max_new_tokens
     if draft:
         draft = draft_while_decoding(draft, [one for recorder in drafting for one in recorder.draft_passes])
     recorded = drafting[-1].judged if drafting else {}
-    judged = [{n: tokens for n, tokens in recorded.get(i, {}).items() if tokens} for i in range(len(prompts))]
+    judged = without_empty(recorded.get(i, {}) for i in range(len(prompts)))
     lengths = [len(prompts[numbers_per_run + i]) for i in range(len(prompts))]
     shares = decoder.draft is None or decoder.draft.shares
     outside = outside_of(drafting or [plain_recorder])
-    return Costs(main, draft, outside, judged if any(judged) else [], lengths, shares, outside_of([plain_recorder]))
+    return Costs(main, draft, outside, judged, lengths, shares, outside_of([plain_recorder]))
 
 
 # ---- forward passes -------------------------------------------------------------------------------------------------
@@ -380,7 +376,7 @@ def _factor(passes: Sequence[Iteration]) -> float:
     times = np.array([(one.main, one.expected) for one in passes])
     ratios = times[:, 0] / times[:, 1]
     deviations = np.abs(ratios - np.median(ratios))
-    main, expected = times[deviations <= OUTLIER * max(float(np.median(deviations)), 1e-9)].sum(0)
+    main, expected = times[deviations <= _limit(deviations)].sum(0)
     return float(main / expected)
 
 
@@ -391,5 +387,10 @@ def _least_squares(columns: Sequence[Sequence[float]], values: Sequence[float]) 
     for _ in range(3):
         coefficients = non_negative(counts[inliers], observed[inliers])
         residuals = np.abs(observed - counts @ coefficients)
-        inliers = residuals <= OUTLIER * max(float(np.median(residuals[inliers])), 1e-9)
+        inliers = residuals <= _limit(residuals[inliers])
     return coefficients.tolist()
+
+
+def _limit(deviations: np.ndarray) -> float:
+    """The deviation from which a value is an outlier."""
+    return OUTLIER * max(float(np.median(deviations)), 1e-9)
