@@ -361,14 +361,12 @@ def costs_of(arguments: argparse.Namespace) -> tuple[Costs, Drawn]:
 
 def workload_of(arguments: argparse.Namespace, costs: Costs, measured: Drawn) -> Workload:
     """Raises ValueError if the acceptance of the draft is not known."""
-    if costs.draft and not costs.judged and arguments.acceptance is None:
-        raise ValueError(
-            "no draft token was judged while costs were measured: give more --max-new-tokens, or --acceptance"
-        )
+    if costs.draft and costs.acceptance is None and arguments.acceptance is None:
+        raise ValueError("no draft was verified while costs were measured: give more --max-new-tokens, or --acceptance")
     return Workload(
         arguments.prompt_tokens or costs.prompt_tokens or lengths("128"),
         arguments.output_tokens or lengths(str(arguments.max_new_tokens or measured.get("max_new_tokens", NEW_TOKENS))),
-        costs.judged or 0.0 if arguments.acceptance is None else arguments.acceptance,
+        costs.drafts if arguments.acceptance is None else arguments.acceptance,
         arguments.trace[1] if arguments.trace else (),
         arguments.cached,
         arguments.turns or 0,

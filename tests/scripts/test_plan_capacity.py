@@ -7,7 +7,7 @@ import json
 import pytest
 
 from speculative.bench.capacity import measuring
-from speculative.bench.capacity.costs import Costs, ModelCosts, Outside
+from speculative.bench.capacity.costs import Costs, Draft, ModelCosts, Outside
 from speculative.bench.result import CapacityResult
 from tests.support.paths import DRAFT, MAIN
 from tests.support.typed import problems
@@ -15,7 +15,7 @@ from tests.support.typed import problems
 PROGRAM = "scripts/plan_capacity.py"
 COSTS = Costs(
     ModelCosts({1: 0.1, 4: 0.12, 16: 0.2, 64: 0.6}), ModelCosts({1: 0.006, 64: 0.03}), Outside(0.001),
-    [{1: [(0.9, True), (0.7, True), (0.5, False)]}] * 2, [30, 50],
+    [[Draft([0.9, 0.7, 0.5], 2)] * 3] * 2, [30, 50],
 )  # fmt: skip
 QUICK = ["--requests", "20", "--ttft-goal", "5", "--tpot-goal", "0.5"]
 LINE = '{"arrival": 0, "prompt_tokens": 9, "output_tokens": 9}\n'
@@ -55,8 +55,8 @@ def test_saved_costs_give_the_same_plan_as_measured_costs(run_here, tmp_path, mo
     kept, _ = Costs.read(saved)
     assert list(kept.main.passes) == list(kept.draft.passes) == [1, 4, 16, 64]
     assert all(seconds > 0 for model in (kept.main, kept.draft) for seconds in model.passes.values())
-    assert kept.acceptance > 0.3 and [list(texts) for texts in kept.judged] == [[1], [2], [2], []]
-    assert all(len(tokens) >= 10 for texts in kept.judged for tokens in texts.values()) and len(kept.prompt_tokens) == 4
+    assert kept.acceptance > 0.3 and [len(drafts) for drafts in kept.drafts] == [10] * 4
+    assert len(kept.prompt_tokens) == 4
     assert kept.main.attention >= 0 and kept.outside.iteration + kept.outside.request > 0
     factors = [(one.plain_factors[1], one.prompt_factors[1]) for one in (kept.outside, kept.outside_alone)]
     assert all(factor > 0 and factor != 1 for both in factors for factor in both)  # 1 is that of passes not seen
@@ -65,10 +65,12 @@ def test_saved_costs_give_the_same_plan_as_measured_costs(run_here, tmp_path, mo
 @pytest.mark.parametrize(
     "changed",
     [
-        {"judged": [{"x": [[0.5, True]]}]},
-        {"judged": [{"0": [[0.5, True]]}]},
-        {"judged": [{"1": [[0.5]]}]},
-        {"judged": [[[0.5, True]]]},
+        {"drafts": [[[["x"], 1]]]},
+        {"drafts": [[[[], 0]]]},
+        {"drafts": [[[[0.5], 2]]]},
+        {"drafts": [[[[0.5]]]]},
+        {"drafts": [[[0.5, True]]]},
+        {"main": {"passes": {"0": 0.1}, "further": None}},
         {"outside": {"plain_factors": {}, "draft_factors": {"1": 1.0}, "prompt_factors": {"1": 1.0}}},
         {"outside": {"iteration": 0.1}},
         {"main": {"passes": {}, "further": None}},
@@ -81,12 +83,11 @@ def test_costs_with_strange_content_are_rejected(costs, changed):
         Costs.read(costs)
 
 
-@pytest.mark.parametrize("judged", [[{}, {}], [{"1": []}]])
-def test_costs_without_judged_draft_tokens_have_no_acceptance(costs, judged):
-    content = json.loads(costs.read_text(encoding="utf-8")) | {"judged": judged}
+@pytest.mark.parametrize("drafts", [[[], []], []])
+def test_costs_without_drafts_have_no_acceptance(costs, drafts):
+    content = json.loads(costs.read_text(encoding="utf-8")) | {"drafts": drafts}
     costs.write_text(json.dumps(content), encoding="utf-8")
-    found, _ = Costs.read(costs)
-    assert found.judged == [] and found.acceptance is None
+    assert Costs.read(costs)[0].acceptance is None
 
 
 def test_plan_is_complete_and_written_to_files(run_here, costs, tmp_path):
@@ -186,7 +187,7 @@ def test_unreachable_goals_are_no_error(run_here, costs):
 
 
 def test_result_is_kept_if_there_is_no_plan_to_plot(run_here, tmp_path):
-    Costs.save(dataclasses.replace(COSTS, draft=None, judged=[]), tmp_path / "costs.json", {})
+    Costs.save(dataclasses.replace(COSTS, draft=None, drafts=[]), tmp_path / "costs.json", {})
     files = ["--png", tmp_path / "plan.png", "--json", tmp_path / "plan.json"]
     process = run_here(PROGRAM, "--costs", tmp_path / "costs.json", "--rate", "1", "--ttft-goal", "0.001", *files)
     assert process.returncode == 1 and "no plan to plot" in process.stderr
@@ -231,7 +232,7 @@ def test_output_length_is_max_new_tokens(run_here, costs):
         (["COSTS", "--against", "docs/capacity/embedded-batching-0.json", "README.json"], "other loads"),
         (["COSTS", "--against", "docs/capacity/smollm2-batching-0.json"], "was measured with models/smollm2-135m/main"),
         (["COSTS", "--against", "docs/capacity/embedded-batching-0.json", "--replicas", "2"], "with 1: omit it"),
-        (["UNKNOWN", "--rate", "1"], "no draft token was judged"),
+        (["UNKNOWN", "--rate", "1"], "no draft was verified"),
         (["COSTS", "--rate", "1", "--server", "OTHER"], "processor times"),
         (["COSTS", "--rate", "1", "--server", "no/such.json"], "no/such.json"),
         (["COSTS", "--rate", "1", "--png", "no/such/plan.png"], "no/such"),
@@ -253,7 +254,7 @@ def test_bad_input_gives_one_sentence_error(run_here, costs, tmp_path, arguments
     if given and given[0] == "COSTS":
         given[:1] = ["--costs", costs]
     elif given and given[0] == "UNKNOWN":
-        unknown = json.loads(costs.read_text(encoding="utf-8")) | {"judged": []}
+        unknown = json.loads(costs.read_text(encoding="utf-8")) | {"drafts": []}
         (tmp_path / "unknown.json").write_text(json.dumps(unknown), encoding="utf-8")
         given[:1] = ["--costs", tmp_path / "unknown.json"]
     process = run_here(PROGRAM, *given)

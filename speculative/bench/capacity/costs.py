@@ -9,10 +9,10 @@ costs = median([costs, others])  # of several starts
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -23,18 +23,22 @@ from speculative.drafting.cost_model import MEASURED_BATCHED
 from speculative.drafting.latency_curve import LatencyCurve, monotone
 from speculative.models.paged_model import rounded_up
 
-FORMAT = 3  # of the file
+FORMAT = 4  # of the file
 NO_COSTS = "has no costs: give a file written by --save-costs"
 MAX_TOKENS = 2048  # in a forward pass
 
 T = TypeVar("T")
 
-JudgedToken = tuple[float, bool]
-"""The draft's confidence in a token, and whether the main model accepts the token if it accepts those before it."""
 
-Judged = Mapping[int, Sequence[JudgedToken]]
-"""The draft tokens of a text, in order, by the number of texts that were decoded at once: the more texts, the shorter
-their drafts. Later draft tokens of an iteration are accepted less often, as they build on a longer draft."""
+class Draft(NamedTuple):
+    """The draft at a position of a text, verified by the main model."""
+
+    confidences: Sequence[float]  # the draft model's, in each draft token
+    accepted: int  # draft tokens, the first ones
+
+
+Drafts = Sequence[Draft]
+"""The draft at each position of a text, in order."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,7 @@ class Costs:
     main: ModelCosts
     draft: ModelCosts | None = None
     outside: Outside = Outside()  # with the draft, if there is one
-    judged: Sequence[Judged] = ()  # draft tokens of each prompt's text, {} if not decoded
+    drafts: Sequence[Drafts] = ()  # of each prompt's text
     prompt_tokens: Sequence[int] = ()  # lengths of the prompts
     shares_prefixes: bool = True  # whether the draft's cache shares blocks of common prefixes, too
     outside_alone: Outside | None = None  # of the main model alone; None: as `outside`
@@ -128,9 +132,10 @@ class Costs:
 
     @property
     def acceptance(self) -> float | None:
-        """The share of the judged draft tokens that the main model accepted; None if none was judged."""
-        accepted = [accepted for text in self.judged for tokens in text.values() for _, accepted in tokens]
-        return sum(accepted) / len(accepted) if accepted else None
+        """The share of the draft tokens up to the first rejected one that the main model accepted; None without any."""
+        drafts = [one for text in self.drafts for one in text]
+        judged = sum(min(one.accepted + 1, len(one.confidences)) for one in drafts)
+        return sum(one.accepted for one in drafts) / judged if judged else None
 
     def save(self, path: Path, environment: Mapping[str, Any]) -> None:
         """Write the costs as JSON, with the `environment` in which they were measured. Raises OSError."""
@@ -154,7 +159,7 @@ class Costs:
                 _model(content["main"]),
                 draft and _model(draft),
                 _outside(content["outside"]),
-                without_empty(map(_judged, content["judged"])),
+                [[_draft(*one) for one in text] for text in content["drafts"]],
                 content["prompt_tokens"],
                 content["shares_prefixes"],
                 _outside(content["outside_alone"]) if content.get("outside_alone") else None,
@@ -167,7 +172,7 @@ class Costs:
 
 def median(starts: Sequence[Costs]) -> Costs:
     """The medians of costs of the same models and machine, of several starts: the speed of a machine varies from minute
-    to minute, and with the place at which a process loads a model. Judged draft tokens are those of the first start."""
+    to minute, and with the place at which a process loads a model. Drafts are those of the first start."""
     first = starts[0]
     drafts = [costs.draft for costs in starts if costs.draft]
     alone = [costs.outside_alone or costs.outside for costs in starts]
@@ -193,12 +198,6 @@ def _medians(starts: Sequence[T]) -> T:
     return type(starts[0])(**medians)
 
 
-def without_empty(texts: Iterable[Judged]) -> Sequence[Judged]:
-    """`texts` without numbers that have no draft token; none if no draft token was judged."""
-    judged = [{n: tokens for n, tokens in text.items() if tokens} for text in texts]
-    return judged if any(judged) else []
-
-
 def nearest(numbers: Iterable[int], number: int) -> int:
     """The one of `numbers` that is nearest to `number`, by ratio."""
     return min(numbers, key=lambda n: abs(math.log2(n / number)))
@@ -218,13 +217,15 @@ def _outside(content: dict) -> Outside:
     return Outside(**{**content, **factors})
 
 
-def _judged(content: dict) -> Judged:
-    return _by_number(content, lambda tokens: [(float(confidence), bool(accepted)) for confidence, accepted in tokens])
+def _draft(confidences: list, accepted: int) -> Draft:
+    if not 0 <= accepted <= len(confidences) or not confidences:
+        raise ValueError
+    return Draft(list(map(float, confidences)), int(accepted))
 
 
-def _by_number(content: dict, value: Callable[[Any], Any] = float) -> dict[int, Any]:
+def _by_number(content: dict) -> dict[int, float]:
     """A JSON object whose keys are numbers, in ascending order. Raises ValueError if one is not positive."""
-    found = {int(n): value(one) for n, one in content.items()}
+    found = {int(n): float(one) for n, one in content.items()}
     if any(n < 1 for n in found):
         raise ValueError
     return dict(sorted(found.items()))

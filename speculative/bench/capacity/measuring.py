@@ -8,8 +8,8 @@ loaded. Then the decoder answers the prompts, 1, 4, 8 and 16 at a time: without 
 drafting, and with a fixed draft length, about that of the policy for as many texts. The forward passes are timed again
 while decoding: those of the main model differ by a factor for each number of texts, those of the draft by a constant.
 The time of an iteration outside its forward passes is distributed over iteration, requests, prompts, drafting rounds
-and draft tokens by least squares, for the main model alone and with the draft. For each draft token, the confidence and
-the acceptance are recorded. The time to tokenize a prompt and to add a request is measured, too.
+and draft tokens by least squares, for the main model alone and with the draft. The time to tokenize a prompt and to add
+a request is measured, too. Last, a draft is made and verified at each position of each answer.
 """
 
 import dataclasses
@@ -23,12 +23,11 @@ from typing import NamedTuple
 import numpy as np
 from openvino_genai import GenerationConfig
 
-from speculative.batch_decoder import BatchDecoder
-from speculative.bench.capacity.costs import Costs, JudgedToken, ModelCosts, Outside, nearest, without_empty
+from speculative.batch_decoder import BatchDecoder, Request
+from speculative.bench.capacity.costs import Costs, Draft, Drafts, ModelCosts, Outside, nearest
 from speculative.bench.capacity.least_squares import non_negative
 from speculative.bench.load.metrics import PROMPTS_PER_RUN
 from speculative.cli.progress import tqdm
-from speculative.drafting.acceptance import AcceptanceEstimate
 from speculative.drafting.batch_policy import BatchDraftLength
 from speculative.drafting.combined import Estimate
 from speculative.models.batch_model import BatchModel, ScheduledTokens, Slot
@@ -41,6 +40,7 @@ SEQUENCES = 16  # with one token each, in one forward pass
 REPETITIONS, ENOUGH_SECONDS = 5, 20.0  # repetitions; two do after so many seconds
 # draft tokens for each text and iteration, by number of texts decoded at once
 DRAFT_LENGTHS = {1: 8, 4: 3, 8: 2, 16: 2}
+LONGEST_DRAFT = 8  # draft tokens at each position of an answer
 RUN_SECONDS = 2.5  # for each number of texts, with and without drafts; longer until each of them has ended
 OUTLIER = 10.0  # median absolute deviations from which a time is left out
 
@@ -71,12 +71,12 @@ def measure(decoder: BatchDecoder, prompts: Sequence[np.ndarray], max_new_tokens
         decoder.draft_length, decoder.draft = original_policy, model
     if draft:
         draft = draft_while_decoding(draft, [one for recorder in drafting for one in recorder.draft_passes])
-    recorded = drafting[-1].judged if drafting else {}
-    judged = without_empty(recorded.get(i, {}) for i in range(len(prompts)))
-    lengths = [len(prompts[numbers_per_run + i]) for i in range(len(prompts))]
+    first_prompts = [prompts[numbers_per_run + i] for i in range(len(prompts))]
+    drafts = [drafts_of(decoder, ids, max_new_tokens) for ids in tqdm(first_prompts, desc="drafts", leave=False)]
+    lengths = list(map(len, first_prompts))
     shares = decoder.draft is None or decoder.draft.shares
     outside = outside_of(drafting or [plain_recorder])
-    return Costs(main, draft, outside, judged, lengths, shares, outside_of([plain_recorder]))
+    return Costs(main, draft, outside, drafts, lengths, shares, outside_of([plain_recorder]))
 
 
 # ---- forward passes -------------------------------------------------------------------------------------------------
@@ -213,30 +213,6 @@ class Iteration(NamedTuple):
     expected: float = 0.0  # the same by the costs of passes measured one after another
 
 
-class JudgedEstimate(AcceptanceEstimate):
-    """Also records whether draft tokens were accepted, up to the first rejected one of each iteration. The token after
-    accepted ones, which was not drafted, is taken for one like the last of them."""
-
-    def __init__(self, judged: list[JudgedToken]):
-        super().__init__()
-        self._recorded = judged
-        self._confidences: list[float] = []
-
-    def begin(self) -> None:
-        super().begin()
-        self._confidences = []
-
-    def draft(self, confidence: float) -> None:
-        super().draft(confidence)
-        self._confidences.append(round(confidence, 2))
-
-    def update(self, drafted: int, accepted: int) -> None:
-        super().update(drafted, accepted)
-        self._recorded += [(confidence, i < accepted) for i, confidence in enumerate(self._confidences[: accepted + 1])]
-        if 0 < drafted == accepted:
-            self._recorded.append(self._recorded[-1])
-
-
 class Recorder(BatchDraftLength):
     """Policy that drafts a fixed number of tokens for each request, or none, and records the iterations. It decides as
     the engine's policy does, too, because that takes time."""
@@ -249,19 +225,12 @@ class Recorder(BatchDraftLength):
         self.draft_passes: list[DraftPass] = []
         self.tokenizing: list[float] = []  # seconds, of each request
         self.arrivals: list[float] = []  # seconds to add each request
-        self.judged: dict[int, dict[int, list[JudgedToken]]] = {}  # by prompt and number of texts, of the first text
         self._texts = 1  # decoded at once, as far as there is room
-        self._prompt = 0  # of the newest request
         self._drafts = drafts
         self._width = 0  # tokens of the draft's last forward pass
         self._forward_seconds, self._rounds = 0.0, 0  # of this iteration
         self._requests, self._prompts = 0, 0  # of this iteration
         self._main, self._expected = 0.0, 0.0  # seconds of its main forward pass
-
-    def estimate(self, combined: bool = False) -> Estimate:
-        judged: list[JudgedToken] = []
-        self.judged.setdefault(self._prompt, {}).setdefault(self._texts, judged)
-        return JudgedEstimate(judged)
 
     def choose(self, estimates: Sequence[Estimate], tokens: int, model_users: int, forced: bool = False) -> list[int]:
         super().choose(estimates, tokens, model_users, forced)
@@ -322,8 +291,8 @@ class Recorder(BatchDraftLength):
         self._texts, remaining, deadline = texts, texts, time.perf_counter() + RUN_SECONDS
         while True:
             while running < texts and (remaining > 0 or time.perf_counter() < deadline):
-                number, begin = next(numbers), time.perf_counter()
-                ids, self._prompt = prompts[number], number % len(prompts)
+                begin = time.perf_counter()
+                ids = prompts[next(numbers)]
                 tokenized = time.perf_counter()
                 if not decoder.has_room(len(ids) + tokens):
                     break
@@ -394,3 +363,49 @@ def _least_squares(columns: Sequence[Sequence[float]], values: Sequence[float]) 
 def _limit(deviations: np.ndarray) -> float:
     """The deviation from which a value is an outlier."""
     return OUTLIER * max(float(np.median(deviations)), 1e-9)
+
+
+# ---- drafts ---------------------------------------------------------------------------------------------------------
+
+
+def drafts_of(decoder: BatchDecoder, prompt: np.ndarray, max_new_tokens: int) -> Drafts:
+    """The draft at each position of the answer to `prompt` (token ids [n]), from the second token to the last but one.
+    None without a draft model, or if the cache has no room."""
+    if not decoder.draft or not decoder.has_room(len(prompt) + max_new_tokens):
+        return []
+    request = decoder.add_request(prompt, GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True))
+    sequence = request.sequence
+    drafted: list[list[tuple[int, float]]] = []  # tokens and confidences, by position
+    try:
+        while not sequence.is_finished:
+            if not sequence.is_prefill and sequence.can_draft:
+                drafted.append(_draft(decoder.draft, request))
+                sequence.drop_draft()  # the answer grows token by token
+            (rows,) = decoder.main.logits([ScheduledTokens(request.slot, sequence.token_ids, 1)])
+            sequence.verify(rows)
+    finally:
+        decoder.cancel(request)
+        decoder.step()  # frees its blocks
+    answer = sequence.verified_ids[len(prompt) :].tolist()
+    drafts = []
+    for position, draft in enumerate(drafted, start=1):
+        right = (token == of_answer for (token, _), of_answer in zip(draft, answer[position:], strict=False))
+        confidences = [round(confidence, 2) for _, confidence in draft] or [0.0]
+        drafts.append(Draft(confidences, sum(itertools.takewhile(bool, right))))
+    return drafts
+
+
+def _draft(model: BatchModel, request: Request) -> list[tuple[int, float]]:
+    """Draft up to `LONGEST_DRAFT` tokens; returns them with the draft's confidence."""
+    sequence, proposer, slot = request.sequence, request.model_proposer, request.draft_slot
+    drafted: list[tuple[int, float]] = []
+    assert proposer and slot
+    while sequence.can_draft and len(drafted) < LONGEST_DRAFT:
+        if (ids := proposer.draft_ids(sequence.token_ids)) is None:
+            break
+        (slot.rows,) = model.logits([ScheduledTokens(slot, ids, 1)])
+        if not (proposal := proposer.propose(sequence.token_ids, sequence.distribution, sequence.random)):
+            break
+        sequence.draft(proposal)
+        drafted.append((proposal.token, proposal.confidence()))
+    return drafted

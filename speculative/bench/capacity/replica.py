@@ -17,7 +17,7 @@ from typing import cast
 import simpy
 
 from speculative.batch_decoder import PREFILL_CHUNK, prompt_budget
-from speculative.bench.capacity.costs import Costs, Judged, JudgedToken, nearest
+from speculative.bench.capacity.costs import Costs, Drafts
 from speculative.bench.capacity.sharing import SharedCores
 from speculative.drafting.acceptance import AcceptanceEstimate
 from speculative.drafting.batch_policy import BatchDraftLength
@@ -52,7 +52,7 @@ class SimulatedRequest:
     output: int
     chat: int = 0
     shared: int = 0
-    judged: Judged = field(default_factory=dict)  # the draft token at each position of the answer
+    drafts: Drafts = ()  # the draft at each position of the answer
     sent: float = 0.0
     first: float = 0.0  # when the first token came
     streamed: float = 0.0  # when the last piece of text was sent
@@ -81,9 +81,15 @@ class SimulatedRequest:
         """Tokens in blocks that it shares with others of its chat, as far as they are computed."""
         return min(self.shared, self.prompt - 1, self.prefilled) // BLOCK * BLOCK
 
-    def verdict(self, index: int, decoding: int) -> JudgedToken:
-        """On the draft token `index` of this iteration, if `decoding` requests are decoded at once."""
-        return self.judged[nearest(self.judged, decoding)][self.generated + index]
+    def verdict(self, index: int) -> tuple[float, bool]:
+        """The draft's confidence in the draft token `index` of this iteration, and whether the main model accepts it if
+        it accepts those before it. Behind the draft that was measured here, it is as if a new one began."""
+        position = self.generated
+        while index >= len(self.drafts[position].confidences):
+            index -= len(self.drafts[position].confidences)
+            position += len(self.drafts[position].confidences)
+        confidences, accepted = self.drafts[position]
+        return confidences[index], index < accepted
 
     @property
     def can_draft(self) -> bool:
@@ -225,7 +231,7 @@ class Replica:
         main = self.costs.main.seconds(padded, rows, context, attended, changed, sequences=sequences)
         main *= self.outside.factor(drafting > 0, prompt_tokens > 0, sequences)
         main += self.outside.request * sequences + self.outside.prompt * len(prompts)
-        gained = sum(self._verify(request, len(decoding)) for request in decoding)
+        gained = sum(map(self._verify, decoding))
         self.policy.update_main(verified, prompt_tokens, gained, main)
         for request in prompts:
             if request.prefilled == request.prompt:
@@ -276,17 +282,16 @@ class Replica:
             seconds = self.draft.seconds(computed, len(drafting), context, attended, changed, further=spent > 0)
             seconds += self.outside.token * len(drafting)
             for request in drafting:
-                confidence, _ = request.verdict(request.drafted, len(decoding))
+                confidence, _ = request.verdict(request.drafted)
                 request.drafted += 1
                 request.estimate.draft(confidence)
             self.policy.update_draft(computed, seconds)
             spent += seconds + self.outside.round
 
-    def _verify(self, request: SimulatedRequest, decoding: int) -> int:
-        """Accept the draft tokens up to the first wrong one; returns the number of new tokens. `decoding`: the number
-        of requests that are being decoded."""
+    def _verify(self, request: SimulatedRequest) -> int:
+        """Accept the draft tokens up to the first wrong one; returns the number of new tokens."""
         accepted = 0
-        while accepted < request.drafted and request.verdict(accepted, decoding)[1]:
+        while accepted < request.drafted and request.verdict(accepted)[1]:
             accepted += 1
         request.draft_cached = min(request.draft_cached, request.prompt + request.generated + accepted)
         if self.draft:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from speculative.bench.capacity.costs import Judged, JudgedToken, nearest
+from speculative.bench.capacity.costs import Draft, Drafts
 from speculative.bench.capacity.replica import SimulatedRequest
 
 DISTRIBUTIONS = {"fixed": 1, "uniform": 2, "exponential": 1, "lognormal": 2}  # number of parameters
@@ -142,7 +142,7 @@ class Workload:
 
     prompt: Lengths | Sequence[int]  # a sequence: one of these at random
     output: Lengths
-    acceptance: float | Sequence[Judged]  # of each draft token, or measured texts
+    acceptance: float | Sequence[Drafts]  # of each draft token, or the drafts of measured texts
     trace: Sequence[Traced] = ()
     cached: float = 0.0  # share of a prompt that an earlier request had, too: from 0 to 1
     turns: int = 0  # requests of a chat, each of which begins as the one before; 0: all requests begin alike
@@ -185,9 +185,9 @@ class Workload:
     def request(
         self, prompt: int, output: int, random: np.random.Generator, text: int | None = None
     ) -> SimulatedRequest:
-        """A request of these lengths; its draft tokens begin as those of the measured `text`, by default at random."""
-        judged = judge(self.acceptance, output, random, text)
-        return SimulatedRequest(prompt, output, shared=int(prompt * self.cached), judged=judged)
+        """A request of these lengths; its drafts begin as those of the measured `text`, by default at random."""
+        drafts = answer_drafts(self.acceptance, output, random, text)
+        return SimulatedRequest(prompt, output, shared=int(prompt * self.cached), drafts=drafts)
 
     def draw(self, random: np.random.Generator) -> SimulatedRequest:
         """A request of a random length."""
@@ -243,26 +243,20 @@ class _Chats:
         return chat[0]
 
 
-def judge(
-    acceptance: float | Sequence[Judged], output: int, random: np.random.Generator, text: int | None = None
-) -> Judged:
-    """Whether a draft token is accepted, at each position of an answer of `output` tokens.
+def answer_drafts(
+    acceptance: float | Sequence[Drafts], output: int, random: np.random.Generator, text: int | None = None
+) -> Drafts:
+    """The draft at each position of an answer of `output` tokens.
 
-    With a number, independently; otherwise as in measured texts, one after another: `text` as a whole first, if it was
-    measured, or a random one from a random token on. The first token of an answer is not drafted. Where a text was not
-    measured with some number of texts at once, its tokens for the nearest number are used.
+    With a number, draft tokens are accepted independently; otherwise as in measured texts, one after another: `text` as
+    a whole first, if it was measured, or a random one from a random position on. The first token of an answer is not
+    drafted.
     """
     if isinstance(acceptance, float):
-        return {1: [(acceptance, accepted) for accepted in (random.random(output) < acceptance).tolist()]}
+        return [Draft([acceptance], accepted) for accepted in (random.random(output) < acceptance).tolist()]
     measured = [one for one in acceptance if one]
-    judged: dict[int, list[JudgedToken]] = {n: [] for n in sorted({n for one in measured for n in one})}
-    drawn = {} if text is None else acceptance[text]
-    for n in judged if drawn else ():
-        tokens = drawn[nearest(drawn, n)]
-        judged[n] += [tokens[0], *tokens]
-    while judged and min(map(len, judged.values())) < output:
-        started, drawn = any(judged.values()), measured[int(random.integers(len(measured)))]
-        first = 0 if started else int(random.integers(min(map(len, drawn.values()))))
-        for n in judged:
-            judged[n] += drawn[nearest(drawn, n)][first:]
-    return judged
+    drafts = [*acceptance[text][:1], *acceptance[text]] if text is not None else []
+    while measured and len(drafts) < output:
+        drawn = measured[int(random.integers(len(measured)))]
+        drafts += drawn if drafts else drawn[int(random.integers(len(drawn))) :]
+    return drafts

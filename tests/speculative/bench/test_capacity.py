@@ -13,12 +13,12 @@ from openvino_genai import GenerationConfig
 
 from speculative.batch_decoder import BatchDecoder
 from speculative.bench.capacity.cluster import MAX_SIMULATED, ROUTINGS, ClosedLoop, serve
-from speculative.bench.capacity.costs import Costs, ModelCosts, Outside, median
-from speculative.bench.capacity.measuring import DraftPass, Iteration, draft_while_decoding, outside_of
+from speculative.bench.capacity.costs import Costs, Draft, ModelCosts, Outside, median
+from speculative.bench.capacity.measuring import DraftPass, Iteration, draft_while_decoding, drafts_of, outside_of
 from speculative.bench.capacity.planner import Goals, Planner, break_even_point, percentiles
 from speculative.bench.capacity.replica import PIECE_SECONDS, Replica, Settings, SimulatedRequest
 from speculative.bench.capacity.sharing import ServerCosts, SharedCores
-from speculative.bench.capacity.workload import Workload, judge, lengths, read_trace
+from speculative.bench.capacity.workload import Workload, answer_drafts, lengths, read_trace
 from speculative.drafting.batch_policy import BatchDraftLength
 from speculative.models import cached_model
 from speculative.models.batch_model import BatchModel
@@ -31,7 +31,7 @@ LARGE = ModelCosts({1: 0.1, 4: 0.12, 16: 0.2, 64: 0.6, 256: 2.2})
 SMALL = ModelCosts({1: 0.006, 16: 0.01, 64: 0.03}, further={1: 0.005, 16: 0.01, 64: 0.03})
 COSTS = Costs(LARGE, SMALL, Outside(0.001, 0.0003, 0.0002, 0.0001, 0.001))
 SHORT = Workload(lengths("40"), lengths("24"), 0.7)
-RIGHT, WRONG = (0.9, True), (0.9, False)
+RIGHT, WRONG = Draft([0.9], 1), Draft([0.9], 0)
 
 
 class Always(BatchDraftLength):
@@ -86,7 +86,7 @@ def test_request_with_a_draft_takes_the_sum_of_its_costs():
         ModelCosts({1: 0.11, 64: 0.74}), ModelCosts({1: 0.02, 64: 0.65}, change=0.004, further={1: 0.011, 64: 0.641}),
         Outside(0.001, 0.01, 0.0002, 0.0001),
     )  # fmt: skip
-    request = SimulatedRequest(20, 11, judged={1: [RIGHT, *[RIGHT, RIGHT, WRONG] * 4]})
+    request = SimulatedRequest(20, 11, drafts=[RIGHT, *[RIGHT, RIGHT, WRONG] * 4])
     got = alone(costs, request, True, Always(costs, 3))
     prompt = 0.1 + 0.01 * 20 + 0.01 + 0.001
     reading = 0.01 + 0.01 * 22  # the draft reads the prompt, too: 21 tokens, padded to 22
@@ -102,7 +102,7 @@ def test_draft_pass_after_full_acceptance_has_two_tokens():
     costs = Costs(ModelCosts({1: 0.1}), ModelCosts({1: 0.01, 64: 0.64}))
     read = []
     recorded = dataclasses.replace(costs, draft=recording(costs.draft, read))
-    alone(recorded, SimulatedRequest(8, 20, judged={1: [RIGHT] * 20}), True, Always(costs, 2))
+    alone(recorded, SimulatedRequest(8, 20, drafts=[RIGHT] * 20), True, Always(costs, 2))
     assert read[:5] == [9, 1, 2, 1, 2]
 
 
@@ -142,7 +142,7 @@ def test_simulated_passes_match_the_batch_decoder():
     environment = simpy.Environment()
     replica = Replica(environment, costs, Settings(max_num_seqs=2), Always(COSTS, 3))
     done = [
-        replica.submit(SimulatedRequest(prompt, output, judged={1: judged_of(result)}))
+        replica.submit(SimulatedRequest(prompt, output, drafts=drafts_in(result)))
         for (prompt, output), result in zip(sizes, results, strict=True)
     ]
     environment.run(simpy.AllOf(environment, done))
@@ -151,12 +151,12 @@ def test_simulated_passes_match_the_batch_decoder():
     assert len(set(main)) > 5 and sum(map(sum, (result.accepted for result in results)))
 
 
-def judged_of(result):
-    """The verdict on a draft token at each position of the output; no other draft tokens are needed."""
-    judged = [WRONG]  # the token of the prompt's forward pass
+def drafts_in(result):
+    """A draft token at each position of the output, accepted or not as in this result."""
+    drafts = [WRONG]  # the token of the prompt's forward pass
     for gained, accepted in zip(result.gained, result.accepted, strict=True):
-        judged += [RIGHT] * accepted + [WRONG] * (gained - accepted)
-    return judged
+        drafts += [RIGHT] * accepted + [WRONG] * (gained - accepted)
+    return drafts
 
 
 # ---- properties -----------------------------------------------------------------------------------------------------
@@ -236,50 +236,70 @@ def test_break_even_load_is_in_requests():
     assert break_even_point(alone + draft, output=24) == (2, 4.0)
 
 
-def test_measured_draft_tokens_keep_their_order():
-    texts = [{1: [(0.5, True), (0.4, False)]}, {1: [(0.9, True)]}]
+@pytest.mark.parametrize("k", [1, 3, 8])
+def test_measured_drafts_are_those_of_the_batch_decoder(k):
+    """Drafts of `k` tokens are accepted in the simulation as in the engine, iteration by iteration."""
+    specs = [ModelSpec(one, "CPU", {"EXECUTION_MODE_HINT": "ACCURACY"}) for one in (MAIN, DRAFT)]
+    models = [BatchModel(cached_model.load(spec, capacity=256), share=False) for spec in specs]
+    decoder, tokens = BatchDecoder(*models, Always(COSTS, k)), 40
+    random = np.random.default_rng(3)
+    prompts = [random.integers(1, 500, 8) for _ in range(3)]
+    accepted = 0
+    for prompt in prompts:
+        request = decoder.add_request(prompt, GenerationConfig(max_new_tokens=tokens, ignore_eos=True))
+        while decoder.has_unfinished_requests:
+            decoder.step()
+        drafts = drafts_of(decoder, prompt, tokens)
+        assert len(drafts) == tokens - 2
+        simulated = SimulatedRequest(len(prompt), tokens, drafts=[*drafts[:1], *drafts])
+        alone(COSTS, simulated, True, Always(COSTS, k))
+        real = request.result.accepted, request.result.proposed
+        assert (simulated.accepted, simulated.proposed, simulated.iterations) == (*map(sum, real), len(real[0]))
+        accepted += simulated.accepted
+    assert accepted and not decoder.has_unfinished_requests and decoder.has_room(250)
+
+
+def test_no_draft_is_measured_without_room_or_a_draft_model():
+    main, draft = (BatchModel(cached_model.load(ModelSpec(one), capacity=64), share=False) for one in (MAIN, DRAFT))
+    ids = np.arange(1, 9)
+    assert drafts_of(BatchDecoder(main, None, COSTS.policy()), ids, 9) == []
+    while main.has_room(64):
+        main.slot(64)
+    assert drafts_of(BatchDecoder(main, draft, COSTS.policy()), ids, 56) == []
+
+
+def test_draft_longer_than_the_measured_one_continues_with_the_next():
+    drafts = [Draft([0.9, 0.8], 2), Draft([0.1], 0), Draft([0.7, 0.6], 1), Draft([0.5], 0)]
+    request = SimulatedRequest(8, 9, drafts=drafts)
+    assert [request.verdict(i) for i in range(4)] == [(0.9, True), (0.8, True), (0.7, True), (0.6, False)]
+    request.generated = 1
+    assert [request.verdict(i) for i in range(3)] == [(0.1, False), (0.7, True), (0.6, False)]
+
+
+def test_measured_drafts_keep_their_order():
+    texts = [[Draft([0.5], 1), Draft([0.4], 0)], [Draft([0.9], 1)]]
     random = np.random.default_rng(0)
-    drawn = [judge(texts, 3, random)[1] for _ in range(50)]
+    drawn = [answer_drafts(texts, 3, random) for _ in range(50)]
     assert all(len(text) >= 3 for text in drawn)
-    pairs = {pair for text in drawn for pair in itertools.pairwise(text)}
-    assert ((0.5, True), (0.9, True)) not in pairs and ((0.5, True), (0.4, False)) in pairs
-    assert np.mean([right for _, right in judge(0.3, 20_000, random)[1]]) == pytest.approx(0.3, abs=0.02)
+    pairs = {(one.confidences[0], other.confidences[0]) for text in drawn for one, other in itertools.pairwise(text)}
+    assert (0.5, 0.9) not in pairs and (0.5, 0.4) in pairs
+    accepted = [one.accepted for one in answer_drafts(0.3, 20_000, random)]
+    assert np.mean(accepted) == pytest.approx(0.3, abs=0.02)
 
 
 def test_measured_text_belongs_to_its_prompt():
-    texts = [[(0.5, True), (0.4, False)], [(0.9, True)] * 9]
-    measured = [{1: tokens} for tokens in texts]
-    workload, random = Workload([20, 30], lengths("6"), measured), np.random.default_rng(0)
+    texts = [[Draft([0.5], 1), Draft([0.4], 0)], [Draft([0.9], 1)] * 9]
+    workload, random = Workload([20, 30], lengths("6"), texts), np.random.default_rng(0)
     for number, prompt in ((4, 20), (7, 30)):
         request = workload.numbered(number, random)
-        judged_of = [texts[number % 2][0], *texts[number % 2]][:6]  # the first token of an answer is not drafted
-        judged = request.judged[1]
-        assert request.prompt == prompt and judged[: len(judged_of)] == judged_of and len(judged) >= 6
+        of_text = [texts[number % 2][0], *texts[number % 2]][:6]  # the first token of an answer is not drafted
+        assert request.prompt == prompt and request.drafts[: len(of_text)] == of_text and len(request.drafts) >= 6
 
 
-def test_prompt_whose_text_was_not_measured_takes_tokens_of_others():
-    workload = Workload([20, 30], lengths("6"), [{}, {1: [(0.9, True)] * 9}])
+def test_prompt_whose_text_was_not_measured_takes_drafts_of_others():
+    workload = Workload([20, 30], lengths("6"), [[], [Draft([0.9], 1)] * 9])
     request = workload.numbered(4, np.random.default_rng(0))
-    judged = request.judged[1]
-    assert request.prompt == 20 and len(judged) >= 6 and set(judged) == {(0.9, True)}
-
-
-def test_draft_tokens_are_judged_as_with_the_nearest_number_of_texts():
-    """One request drafts, and then eight at once, whose draft tokens were judged with 4 and 16 texts."""
-    always, never = [RIGHT] * 9, [WRONG] * 9
-    for judged in ({1: always, 16: never}, {1: always, 4: never, 16: never}):
-        replica = Replica(simpy.Environment(), COSTS, Settings(max_num_seqs=8), Always(COSTS, 2))
-        first = replica.submit(SimulatedRequest(8, 9, judged=judged))
-        replica.environment.run(first)
-        requests = [SimulatedRequest(8, 9, judged=judged) for _ in range(8)]
-        replica.environment.run(simpy.AllOf(replica.environment, [replica.submit(one) for one in requests]))
-        assert all(one.proposed and not one.accepted for one in requests)
-
-
-def test_text_that_was_not_measured_with_a_number_is_taken_from_the_nearest():
-    texts = [{4: [(0.4, True)] * 9, 16: [(0.16, True)] * 9}, {1: [(0.1, True)] * 9}]
-    judged = judge(texts, 6, np.random.default_rng(0), text=0)
-    assert {n: tokens[0][0] for n, tokens in judged.items()} == {1: 0.4, 4: 0.4, 16: 0.16}
+    assert request.prompt == 20 and len(request.drafts) >= 6 and all(one == Draft([0.9], 1) for one in request.drafts)
 
 
 # ---- prefixes -------------------------------------------------------------------------------------------------------
