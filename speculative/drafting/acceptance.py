@@ -5,12 +5,17 @@ class AcceptanceEstimate:
     """Learns the acceptance probability of a draft token, given that those before it were accepted.
 
     Draft tokens are counted by the draft's confidence in them (as in Mamou et al. 2024, arXiv 2405.04304), with
-    exponential decay. `is_due` reports that no token was drafted for long, so that one should be, as a probe.
+    exponential decay. Before tokens of a confidence are counted, their rejections are taken to be proportional to the
+    probability that the draft gives to other tokens; the factor is learned from all draft tokens. `is_due` reports that
+    no token was drafted for long, so that one should be, as a probe.
     """
 
     BINS = 8  # of the draft's confidence
     DECAY = 0.99  # decay of the statistics per judged draft token
     PRIOR = 4.0  # weight of the prior, in draft tokens
+    BIN_PRIOR = 16.0  # weight of the prior of a confidence bin, in draft tokens
+    DOUBT_PRIOR = 16.0  # weight of the prior of rejections by doubt, in draft tokens
+    TYPICAL_DOUBT = 0.35  # mean of 1 - confidence, for that prior
     PRIOR_ACCEPTANCE = 0.7
     can_use_model = True  # whether the draft model can propose the next token
     copies = False  # whether the next draft token needs no draft model although there is one
@@ -34,6 +39,9 @@ class AcceptanceEstimate:
         self._prior_weight = 0.0 if prior_decays else self.PRIOR  # constant weight of the prior
         self._all_judged = self.PRIOR - self._prior_weight
         self._all_accepted = self._all_judged * prior
+        # sums over judged draft tokens: of 1 - confidence, and of those rejected
+        self._doubt = self.DOUBT_PRIOR * self.TYPICAL_DOUBT
+        self._rejected = self.DOUBT_PRIOR * (1 - prior)
         # by confidence bin; plain numbers: the main model has evicted the code of numpy's functions from the CPU caches
         self._judged = [0.0] * self.BINS
         self._accepted = [0.0] * self.BINS
@@ -99,6 +107,8 @@ class AcceptanceEstimate:
         self._judged[bin_] += 1
         self._accepted = [accepted * self.DECAY for accepted in self._accepted]
         self._accepted[bin_] += was_accepted
+        self._doubt = self._doubt * self.DECAY + self._doubt_of(bin_)
+        self._rejected = self._rejected * self.DECAY + (not was_accepted)
         self._all_judged = self._all_judged * self.DECAY + 1
         self._all_accepted = self._all_accepted * self.DECAY + was_accepted
 
@@ -114,9 +124,18 @@ class AcceptanceEstimate:
     def _bin(self, confidence: float) -> int:
         return min(int(confidence * self.BINS), self.BINS - 1)
 
+    def _doubt_of(self, bin_: int) -> float:
+        """1 - confidence, at the centre of the bin."""
+        return 1 - (bin_ + 0.5) / self.BINS
+
     def _bin_acceptance(self, bin_: int) -> float:
-        prior = self._pool._bin_acceptance(bin_) if self._pool else self.mean()
-        return (self._accepted[bin_] + self.PRIOR * prior) / (self._judged[bin_] + self.PRIOR)
+        return (self._accepted[bin_] + self.BIN_PRIOR * self._bin_prior(bin_)) / (self._judged[bin_] + self.BIN_PRIOR)
+
+    def _bin_prior(self, bin_: int) -> float:
+        """The acceptance in a bin, as far as the draft tokens in it do not show it."""
+        if self._pool:
+            return self._pool._bin_acceptance(bin_)
+        return max(1 - self._rejected / self._doubt * self._doubt_of(bin_), 0.0)
 
     def describe(self) -> str:
         """The measured acceptance, in a few words."""

@@ -17,6 +17,7 @@ class MatchEstimate(AcceptanceEstimate):
 
     _pool: "MatchEstimate | None"
     BINS = len(CONFIDENCES)
+    BIN_PRIOR = 4.0
     PRIOR_SUCCESSES = 2.0  # weight of the prior as a whole, in accepted tokens
 
     def __init__(self, pool: "MatchEstimate | None" = None):
@@ -42,7 +43,7 @@ class MatchEstimate(AcceptanceEstimate):
         return list(accumulate(accumulate(each, mul)))
 
     def _count(self, bin_: int, was_accepted: bool) -> None:
-        prior = self._pool._bin_acceptance(bin_) if self._pool else CONFIDENCES[bin_]
+        prior = self._measured_prior(bin_)
         self._expected_right = (self._expected_right - self.PRIOR_SUCCESSES) * self.DECAY + prior + self.PRIOR_SUCCESSES
         self._observed_right = (
             (self._observed_right - self.PRIOR_SUCCESSES) * self.DECAY + was_accepted + self.PRIOR_SUCCESSES
@@ -52,7 +53,9 @@ class MatchEstimate(AcceptanceEstimate):
     def _bin(self, confidence: float) -> int:
         return bisect_right(CONFIDENCES, confidence) - 1
 
-    def _bin_acceptance(self, bin_: int) -> float:
-        prior = self._pool._bin_acceptance(bin_) if self._pool else CONFIDENCES[bin_]
-        prior *= min(self._observed_right / self._expected_right, 1.0)
-        return (self._accepted[bin_] + self.PRIOR * prior) / (self._judged[bin_] + self.PRIOR)
+    def _bin_prior(self, bin_: int) -> float:
+        return self._measured_prior(bin_) * min(self._observed_right / self._expected_right, 1.0)
+
+    def _measured_prior(self, bin_: int) -> float:
+        """The acceptance in other texts."""
+        return self._pool._bin_acceptance(bin_) if self._pool else CONFIDENCES[bin_]

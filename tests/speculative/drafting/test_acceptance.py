@@ -1,5 +1,6 @@
 """Estimates of a draft's acceptance."""
 
+import numpy as np
 import pytest
 
 from speculative.drafting.acceptance import AcceptanceEstimate
@@ -25,10 +26,19 @@ def test_each_confidence_level_has_its_own_acceptance():
     for _ in range(50):
         judge(estimate, 0.1, 0, 1)
         judge(estimate, 0.9, 1, 1)
-    unsure, sure, unseen = (survival(estimate, confidence) for confidence in (0.1, 0.9, 0.5))
-    assert unsure < 0.15 and sure > 0.9 and unseen == estimate.mean() == pytest.approx(0.5, abs=0.02)
+    unsure, sure = (survival(estimate, confidence) for confidence in (0.1, 0.9))
+    assert unsure < 0.15 and sure > 0.9 and estimate.mean() == pytest.approx(0.5, abs=0.02)
     assert survival(estimate, 0.1, 0.9) == pytest.approx(unsure * sure)
     assert survival(estimate, 0.0) == unsure and survival(estimate, 1.0) == sure
+
+
+@pytest.mark.parametrize("rejected", [0.4, 0.8])
+def test_rejections_are_proportional_to_doubt_at_confidences_not_seen_yet(rejected):
+    estimate, random = AcceptanceEstimate(), np.random.default_rng(0)
+    for _ in range(400):
+        judge(estimate, 0.45, int(random.random() > rejected * 0.5625), 1)
+    acceptance = [survival(estimate, (bin_ + 0.5) / 8) for bin_ in (0, 7)]
+    assert acceptance == pytest.approx([1 - rejected * 0.9375, 1 - rejected * 0.0625], abs=0.1)
 
 
 def test_tokens_after_a_rejected_one_are_not_counted():
