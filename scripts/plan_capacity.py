@@ -362,7 +362,10 @@ def costs_of(arguments: argparse.Namespace) -> tuple[Costs, Drawn]:
 def workload_of(arguments: argparse.Namespace, costs: Costs, measured: Drawn) -> Workload:
     """Raises ValueError if the acceptance of the draft is not known."""
     if costs.draft and costs.acceptance is None and arguments.acceptance is None:
-        raise ValueError("no draft was verified while costs were measured: give more --max-new-tokens, or --acceptance")
+        raise ValueError(
+            "no draft was verified while costs were measured: give more --max-new-tokens, shorter prompts, or "
+            "--acceptance"
+        )
     return Workload(
         arguments.prompt_tokens or costs.prompt_tokens or lengths("128"),
         arguments.output_tokens or lengths(str(arguments.max_new_tokens or measured.get("max_new_tokens", NEW_TOKENS))),

@@ -5,9 +5,9 @@ class AcceptanceEstimate:
     """Learns the acceptance probability of a draft token, given that those before it were accepted.
 
     Draft tokens are counted by the draft's confidence in them (as in Mamou et al. 2024, arXiv 2405.04304), with
-    exponential decay. Before tokens of a confidence are counted, their rejections are taken to be proportional to the
-    probability that the draft gives to other tokens; the factor is learned from all draft tokens. `is_due` reports that
-    no token was drafted for long, so that one should be, as a probe.
+    exponential decay. The prior of a confidence is that rejections are proportional to 1 - confidence, by a factor
+    learned from all draft tokens. `is_due` reports that no token was drafted for long, so that one should be, as a
+    probe.
     """
 
     BINS = 8  # of the draft's confidence
@@ -15,7 +15,7 @@ class AcceptanceEstimate:
     PRIOR = 4.0  # weight of the prior, in draft tokens
     BIN_PRIOR = 16.0  # weight of the prior of a confidence bin, in draft tokens
     DOUBT_PRIOR = 16.0  # weight of the prior of rejections by doubt, in draft tokens
-    TYPICAL_DOUBT = 0.35  # mean of 1 - confidence, for that prior
+    TYPICAL_DOUBT = 0.35  # mean of 1 - confidence for that prior: 0.2 to 0.5 for the greedy drafts of three pairs
     PRIOR_ACCEPTANCE = 0.7
     can_use_model = True  # whether the draft model can propose the next token
     copies = False  # whether the next draft token needs no draft model although there is one

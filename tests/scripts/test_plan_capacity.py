@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import json
+import math
 
 import pytest
 
@@ -66,11 +67,12 @@ def test_saved_costs_give_the_same_plan_as_measured_costs(run_here, tmp_path, mo
     "changed",
     [
         {"drafts": [[[["x"], 1]]]},
-        {"drafts": [[[[], 0]]]},
+        {"drafts": [[[[1.5], 1]]]},
+        {"drafts": [[[[math.nan], 0]]]},
         {"drafts": [[[[0.5], 2]]]},
         {"drafts": [[[[0.5]]]]},
         {"drafts": [[[0.5, True]]]},
-        {"main": {"passes": {"0": 0.1}, "further": None}},
+        {"main": {"passes": {"0": 0.1, "1": 0.1}, "further": None}},
         {"outside": {"plain_factors": {}, "draft_factors": {"1": 1.0}, "prompt_factors": {"1": 1.0}}},
         {"outside": {"iteration": 0.1}},
         {"main": {"passes": {}, "further": None}},
@@ -83,7 +85,7 @@ def test_costs_with_strange_content_are_rejected(costs, changed):
         Costs.read(costs)
 
 
-@pytest.mark.parametrize("drafts", [[[], []], []])
+@pytest.mark.parametrize("drafts", [[[], []], [], [[[[], 0]]]])
 def test_costs_without_drafts_have_no_acceptance(costs, drafts):
     content = json.loads(costs.read_text(encoding="utf-8")) | {"drafts": drafts}
     costs.write_text(json.dumps(content), encoding="utf-8")

@@ -9,7 +9,7 @@ costs = median([costs, others])  # of several starts
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -31,10 +31,10 @@ T = TypeVar("T")
 
 
 class Draft(NamedTuple):
-    """The draft at a position of a text, verified by the main model."""
+    """The draft at a position of a text, verified by the main model; empty if the draft model proposes nothing."""
 
     confidences: Sequence[float]  # the draft model's, in each draft token
-    accepted: int  # draft tokens, the first ones
+    accepted: int  # how many of its first tokens the main model accepts
 
 
 Drafts = Sequence[Draft]
@@ -198,11 +198,6 @@ def _medians(starts: Sequence[T]) -> T:
     return type(starts[0])(**medians)
 
 
-def nearest(numbers: Iterable[int], number: int) -> int:
-    """The one of `numbers` that is nearest to `number`, by ratio."""
-    return min(numbers, key=lambda n: abs(math.log2(n / number)))
-
-
 def _model(content: dict) -> ModelCosts:
     passes, further = _by_number(content["passes"]), content["further"]
     if 1 not in passes:
@@ -218,7 +213,7 @@ def _outside(content: dict) -> Outside:
 
 
 def _draft(confidences: list, accepted: int) -> Draft:
-    if not 0 <= accepted <= len(confidences) or not confidences:
+    if accepted not in range(len(confidences) + 1) or not all(0 <= confidence <= 1 for confidence in confidences):
         raise ValueError
     return Draft(list(map(float, confidences)), int(accepted))
 

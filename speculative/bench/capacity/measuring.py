@@ -14,9 +14,10 @@ a request is measured, too. Last, a draft is made and verified at each position 
 
 import dataclasses
 import itertools
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ import numpy as np
 from openvino_genai import GenerationConfig
 
 from speculative.batch_decoder import BatchDecoder, Request
-from speculative.bench.capacity.costs import Costs, Draft, Drafts, ModelCosts, Outside, nearest
+from speculative.bench.capacity.costs import Costs, Draft, Drafts, ModelCosts, Outside
 from speculative.bench.capacity.least_squares import non_negative
 from speculative.bench.load.metrics import PROMPTS_PER_RUN
 from speculative.cli.progress import tqdm
@@ -49,7 +50,7 @@ Logits = Callable[[Sequence[ScheduledTokens]], list[np.ndarray]]  # a model's fo
 
 def measure(decoder: BatchDecoder, prompts: Sequence[np.ndarray], max_new_tokens: int) -> Costs:
     """The costs of `decoder`, which must have no requests, for answers to `prompts` (token ids [n], any number of which
-    may be asked for by index) of `max_new_tokens` tokens. Takes a minute."""
+    may be asked for by index) of `max_new_tokens` tokens. Takes a minute, of a large model several."""
     main = measure_main(decoder.main)
     draft = draft_costs(decoder)
     plain_recorder, *drafting = [
@@ -336,8 +337,15 @@ def _factors(iterations: Sequence[Iteration]) -> list[dict[int, float]]:
     for one in iterations:
         if one.expected > 0:
             of_kind = passes[2 if one.prompts else 1 if one.rounds else 0]
-            of_kind.setdefault(nearest(DRAFT_LENGTHS, one.requests), []).append(one)
-    return [{n: _factor(of_kind[nearest(of_kind, n)]) if of_kind else 1.0 for n in DRAFT_LENGTHS} for of_kind in passes]
+            of_kind.setdefault(_nearest(DRAFT_LENGTHS, one.requests), []).append(one)
+    return [
+        {n: _factor(of_kind[_nearest(of_kind, n)]) if of_kind else 1.0 for n in DRAFT_LENGTHS} for of_kind in passes
+    ]
+
+
+def _nearest(numbers: Iterable[int], number: int) -> int:
+    """The one of `numbers` that is nearest to `number`, by ratio."""
+    return min(numbers, key=lambda n: abs(math.log2(n / number)))
 
 
 def _factor(passes: Sequence[Iteration]) -> float:
@@ -370,7 +378,7 @@ def _limit(deviations: np.ndarray) -> float:
 
 def drafts_of(decoder: BatchDecoder, prompt: np.ndarray, max_new_tokens: int) -> Drafts:
     """The draft at each position of the answer to `prompt` (token ids [n]), from the second token to the last but one.
-    None without a draft model, or if the cache has no room."""
+    Empty without a draft model, or if the cache has no room."""
     if not decoder.draft or not decoder.has_room(len(prompt) + max_new_tokens):
         return []
     request = decoder.add_request(prompt, GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True))
@@ -390,7 +398,7 @@ def drafts_of(decoder: BatchDecoder, prompt: np.ndarray, max_new_tokens: int) ->
     drafts = []
     for position, draft in enumerate(drafted, start=1):
         right = (token == of_answer for (token, _), of_answer in zip(draft, answer[position:], strict=False))
-        confidences = [round(confidence, 2) for _, confidence in draft] or [0.0]
+        confidences = [round(confidence, 2) for _, confidence in draft]
         drafts.append(Draft(confidences, sum(itertools.takewhile(bool, right))))
     return drafts
 

@@ -81,15 +81,16 @@ class SimulatedRequest:
         """Tokens in blocks that it shares with others of its chat, as far as they are computed."""
         return min(self.shared, self.prompt - 1, self.prefilled) // BLOCK * BLOCK
 
-    def verdict(self, index: int) -> tuple[float, bool]:
+    def verdict(self, index: int) -> tuple[float, bool] | None:
         """The draft's confidence in the draft token `index` of this iteration, and whether the main model accepts it if
-        it accepts those before it. Behind the draft that was measured here, it is as if a new one began."""
+        it accepts those before it; None if the draft model proposes no token. Behind the draft that was measured here,
+        it is as if a new one began."""
         position = self.generated
-        while index >= len(self.drafts[position].confidences):
-            index -= len(self.drafts[position].confidences)
-            position += len(self.drafts[position].confidences)
-        confidences, accepted = self.drafts[position]
-        return confidences[index], index < accepted
+        while True:
+            confidences, accepted = self.drafts[position]
+            if index < len(confidences) or not confidences:
+                return (confidences[index], index < accepted) if confidences else None
+            index, position = index - len(confidences), position + len(confidences)
 
     @property
     def can_draft(self) -> bool:
@@ -282,16 +283,18 @@ class Replica:
             seconds = self.draft.seconds(computed, len(drafting), context, attended, changed, further=spent > 0)
             seconds += self.outside.token * len(drafting)
             for request in drafting:
-                confidence, _ = request.verdict(request.drafted)
-                request.drafted += 1
-                request.estimate.draft(confidence)
+                if verdict := request.verdict(request.drafted):
+                    request.drafted += 1
+                    request.estimate.draft(verdict[0])
+                else:
+                    request.done_drafting = True
             self.policy.update_draft(computed, seconds)
             spent += seconds + self.outside.round
 
     def _verify(self, request: SimulatedRequest) -> int:
         """Accept the draft tokens up to the first wrong one; returns the number of new tokens."""
         accepted = 0
-        while accepted < request.drafted and request.verdict(accepted)[1]:
+        while accepted < request.drafted and (verdict := request.verdict(accepted)) and verdict[1]:
             accepted += 1
         request.draft_cached = min(request.draft_cached, request.prompt + request.generated + accepted)
         if self.draft:

@@ -253,9 +253,11 @@ def answer_drafts(
     drafted.
     """
     if isinstance(acceptance, float):
-        return [Draft([acceptance], accepted) for accepted in (random.random(output) < acceptance).tolist()]
+        verdicts = [Draft([acceptance], accepted) for accepted in (0, 1)]
+        return [verdicts[accepted] for accepted in (random.random(output) < acceptance).tolist()]
     measured = [one for one in acceptance if one]
-    drafts = [*acceptance[text][:1], *acceptance[text]] if text is not None else []
+    of_text = acceptance[text] if text is not None and text < len(acceptance) else []
+    drafts = [*of_text[:1], *of_text]
     while measured and len(drafts) < output:
         drawn = measured[int(random.integers(len(measured)))]
         drafts += drawn if drafts else drawn[int(random.integers(len(drawn))) :]

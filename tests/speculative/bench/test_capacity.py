@@ -238,7 +238,7 @@ def test_break_even_load_is_in_requests():
 
 @pytest.mark.parametrize("k", [1, 3, 8])
 def test_measured_drafts_are_those_of_the_batch_decoder(k):
-    """Drafts of `k` tokens are accepted in the simulation as in the engine, iteration by iteration."""
+    """Drafts of `k` tokens are accepted in the simulation as in the engine, and the draft is as confident in them."""
     specs = [ModelSpec(one, "CPU", {"EXECUTION_MODE_HINT": "ACCURACY"}) for one in (MAIN, DRAFT)]
     models = [BatchModel(cached_model.load(spec, capacity=256), share=False) for spec in specs]
     decoder, tokens = BatchDecoder(*models, Always(COSTS, k)), 40
@@ -247,16 +247,29 @@ def test_measured_drafts_are_those_of_the_batch_decoder(k):
     accepted = 0
     for prompt in prompts:
         request = decoder.add_request(prompt, GenerationConfig(max_new_tokens=tokens, ignore_eos=True))
+        confidences = recording_confidences(request.policy)
         while decoder.has_unfinished_requests:
             decoder.step()
         drafts = drafts_of(decoder, prompt, tokens)
         assert len(drafts) == tokens - 2
         simulated = SimulatedRequest(len(prompt), tokens, drafts=[*drafts[:1], *drafts])
-        alone(COSTS, simulated, True, Always(COSTS, k))
+        policy = Always(COSTS, k)
+        estimate = policy.estimate()
+        policy.estimate = lambda estimate=estimate: estimate
+        of_simulation = recording_confidences(estimate)
+        alone(COSTS, simulated, True, policy)
+        assert of_simulation == pytest.approx(confidences, abs=0.006) and len(set(confidences)) > 9
         real = request.result.accepted, request.result.proposed
         assert (simulated.accepted, simulated.proposed, simulated.iterations) == (*map(sum, real), len(real[0]))
         accepted += simulated.accepted
     assert accepted and not decoder.has_unfinished_requests and decoder.has_room(250)
+
+
+def recording_confidences(estimate):
+    """The confidences that this estimate is given from now on."""
+    confidences, draft = [], estimate.draft
+    estimate.draft = lambda confidence: confidences.append(confidence) or draft(confidence)
+    return confidences
 
 
 def test_no_draft_is_measured_without_room_or_a_draft_model():
@@ -274,6 +287,14 @@ def test_draft_longer_than_the_measured_one_continues_with_the_next():
     assert [request.verdict(i) for i in range(4)] == [(0.9, True), (0.8, True), (0.7, True), (0.6, False)]
     request.generated = 1
     assert [request.verdict(i) for i in range(3)] == [(0.1, False), (0.7, True), (0.6, False)]
+
+
+def test_drafting_ends_where_the_draft_model_proposes_nothing():
+    """After one token in the first iteration, before any in the second."""
+    nothing = Draft([], 0)
+    request = SimulatedRequest(8, 6, drafts=[RIGHT, RIGHT, nothing, nothing, RIGHT, RIGHT])
+    alone(COSTS, request, True, Always(COSTS, 3))
+    assert (request.proposed, request.accepted, request.iterations) == (2, 2, 3)
 
 
 def test_measured_drafts_keep_their_order():
