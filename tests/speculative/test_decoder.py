@@ -199,7 +199,7 @@ def recorded_sizes(model, monkeypatch):
 def test_passes_keep_their_size_after_an_accepted_leaf(models, make, monkeypatch):
     """Leaves fill the planned size, less the accepted leaf, which is computed again."""
     sizes = recorded_sizes(models[0], monkeypatch)
-    costs = Costs(draft=0.75, main={1: 1.0, 6: 1.01, 17: 9.0}, main_change=0.1)
+    costs = Costs(draft=0.5, main={1: 1.0, 6: 1.01, 17: 9.0}, main_change=0.1)
     decoder = make(AdaptiveDraftLength(costs))
     steps = [*decoder.stream(PROMPTS[0], greedy(300, do_sample=True, temperature=0.7), seed=1)]
     accepted = [i for i, step in enumerate(steps[:-1]) if step.ends_in_leaf]
