@@ -386,7 +386,7 @@ def drafts_of(decoder: BatchDecoder, prompt: np.ndarray, max_new_tokens: int) ->
     drafted: list[list[tuple[int, float]]] = []  # tokens and confidences, by position
     try:
         while not sequence.is_finished:
-            if not sequence.is_prefill and sequence.can_draft:
+            if sequence.can_draft:
                 drafted.append(_draft(decoder.draft, request))
                 sequence.drop_draft()  # the answer grows token by token
             (rows,) = decoder.main.logits([ScheduledTokens(request.slot, sequence.token_ids, 1)])

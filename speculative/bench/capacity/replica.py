@@ -86,11 +86,11 @@ class SimulatedRequest:
         it accepts those before it; None if the draft model proposes no token. Behind the draft that was measured here,
         it is as if a new one began."""
         position = self.generated
-        while True:
-            confidences, accepted = self.drafts[position]
-            if index < len(confidences) or not confidences:
-                return (confidences[index], index < accepted) if confidences else None
+        while confidences := self.drafts[position].confidences:
+            if index < len(confidences):
+                return confidences[index], index < self.drafts[position].accepted
             index, position = index - len(confidences), position + len(confidences)
+        return None
 
     @property
     def can_draft(self) -> bool:
