@@ -190,7 +190,9 @@ TOKENS = 12
 def measured(tmp_path_factory):
     """One benchmark of all paths in exact arithmetic: the finished process, and the folder with its files."""
     folder = tmp_path_factory.mktemp("benchmark")
-    prompts = [("class Ball:", "class"), ("def area(width, height):", "function")]
+    # the sampled text differs from run to run, but repeats a token of the longer prompt
+    area = "def area(width, height):\n    return width * height\n\n\ndef volume(width, height, depth):\n    return"
+    prompts = [("class Ball:", "class"), (area, "function")]
     lines = [json.dumps({"prompt": text, "category": category}) for text, category in prompts]
     (folder / "prompts.jsonl").write_text("\n".join(lines), encoding="utf-8")
     files = [part for kind in ("json", "csv", "html") for part in (f"--{kind}", str(folder / f"result.{kind}"))]
@@ -221,6 +223,7 @@ def test_benchmark_measures_every_method(measured):
         if "adaptive" in str(k) and row["acceptance_rate"] is None:  # drafting gains nothing on this machine
             assert row["block_efficiency"] == 1
         elif k and (engine, k) != ("genai", "lookup 5"):  # which GenAI does not report
+            assert row["acceptance_rate"] is not None, row
             assert 0 <= row["acceptance_rate"] <= 1 <= row["block_efficiency"]
             assert len(row["position_acceptance"]) >= 1 and all(0 <= x <= 1 for x in row["position_acceptance"])
         if k in (2, 4):
