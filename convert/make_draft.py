@@ -73,14 +73,15 @@ def build_parser() -> argparse.ArgumentParser:
         "--draft-vocabulary",
         type=int,
         metavar="N",
-        help="size of its vocabulary (default: 99.5 %% of texts, at most 8192)",
+        help="tokens that the head can propose (default: enough for 99.5 %% of the training texts, at most 8192)",
     )
     add(
         "--layers",
         type=int,
         nargs=3,
         metavar="N",
-        help="layers whose hidden states it reads (default: 1, N/2-1, N-4; below 10 layers 0, N/2, N-1)",
+        help="the main model's layers, from 0, whose outputs the head reads (default: 1, N/2-1, N-4; below 10 layers "
+        "0, N/2, N-1)",
     )
     add("--init-from", type=Path, metavar="HEAD", help="EAGLE-3 head to train further (OpenVINO IR folder)")
     add("--keep-layers", type=int, metavar="N", help="layers that a pruned draft keeps (default: a quarter)")

@@ -33,7 +33,7 @@ excluded). Speedup is over the main model alone in the same round, in GenAI (sam
 table shows the median and range over the rounds. Engines are compared on the prompts for which both gave the same text,
 with a 95 % confidence interval over them (speculative/bench/ratios.py). More columns:
 
-    forwards    new tokens / main-model forward passes
+    tok/pass    new tokens / main-model forward passes
     outside     share of the decoding time spent outside the models
     repetition  share of repeated 4-grams, which inflate acceptance
 
@@ -484,7 +484,7 @@ def table(result: BenchmarkResult) -> str:
 def table_of_methods(rows: list[MethodRow], best: list[MethodRow | None]) -> list[str]:
     width = width_of(rows)
     lines = [
-        f"{'method':<{width}}  tokens/s   speedup (range)      gain   forwards   TTFT, ms   TPOT, ms   acceptance"
+        f"{'method':<{width}}  tokens/s   speedup (range)      gain   tok/pass   TTFT, ms   TPOT, ms   acceptance"
         "   block eff.   outside   repetition       same text"
     ]
     for one in rows:

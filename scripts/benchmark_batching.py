@@ -4,12 +4,12 @@
 
 A server can run greedy requests with either engine: this measures which is faster here, and with how much memory. Each
 method runs in its own process; as the memory a model is loaded into changes its speed, `--starts 3` starts the
-processes three times. Methods are interleaved at every number of texts, in varying order: each decodes that many texts
-at once for `--seconds`, and a new text joins when one ends. All get the same token ids, none twice, and each text is
-`--max-new-tokens` long. GenAI always drafts K tokens (`-k`); this project's engine adapts its draft length to the
-batch. GenAI alone uses its default scheduler; with a draft, prompts are not split (dynamic_split_fuse=False), as its
-output is otherwise wrong. Its prefix cache is off. `--suffix-decoding` also measures this project's engine with suffix
-decoding, which needs no DRAFT, and with both. Sampled requests are not compared: GenAI's are not lossless with a
+processes three times. Methods are interleaved at every concurrency, in varying order: each decodes that many
+requests at once for `--seconds`, and a new one joins when one ends. All get the same token ids, none twice, and each
+answer is `--max-new-tokens` long. GenAI always drafts K tokens (`-k`); this project's engine adapts its draft length to
+the batch. GenAI alone uses its default scheduler; with a draft, prompts are not split (dynamic_split_fuse=False), as
+its output is otherwise wrong. Its prefix cache is off. `--suffix-decoding` also measures this project's engine with
+suffix decoding, which needs no DRAFT, and with both. Sampled requests are not compared: GenAI's are not lossless with a
 draft (scripts/verify_lossless.py).
 
 Throughput: new tokens per second of all texts together, prompts and queueing included; median and range over the

@@ -10,7 +10,7 @@ is the same. What the engine does outside the models does not count: 1 to 8 % of
 Columns:
 
     speedup    tokens per second relative to plain decoding, with a 95 % confidence interval over prompts
-    forwards   tokens per forward pass of the main model
+    tok/pass   new tokens per forward pass of the main model
     draft      forward passes of the draft model per forward pass of the main model
 
 Then come the speedups by category of prompts, and ratios of sources. Above temperature 0 each source writes other
@@ -206,7 +206,7 @@ def ratio_of(decoded: Decoded, others: list[Decoded]) -> dict:
 
 
 def table(rows: list[dict]) -> str:
-    lines = [f"{'source':<28}{'temperature':>11}   {'speedup (95 %)':>19}   {'forwards':>8}   {'draft':>5}"]
+    lines = [f"{'source':<28}{'temperature':>11}   {'speedup (95 %)':>19}   {'tok/pass':>8}   {'draft':>5}"]
     for row in rows:
         speedup = f"{row['speedup']:>6.2f}x{span(row['speedup_range'])}"
         lines.append(

@@ -1,4 +1,4 @@
-"""Measure and render the benchmark results in README and docs: `make figures`. All take three hours; can be resumed.
+"""Measure and render the benchmark results in README and docs: `make figures`. All take four hours; can be resumed.
 
     python scripts/figures.py                     measure missing results, one after another
     python scripts/figures.py embedded,lossless   measure only these

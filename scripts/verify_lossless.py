@@ -2,7 +2,7 @@
 
     python scripts/verify_lossless.py models/embedded/main models/embedded/draft
 
-takes about 13 minutes on two cores. `--draws 300` takes less time, and detects larger differences only.
+takes about half an hour on two cores. `--draws 300` takes less time, and detects larger differences only.
 
 The main model alone always runs, in both engines. `--paths` adds:
 

@@ -262,8 +262,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {  # those of `add_argument`
     "--draft-property": {
         **PROPERTY,
         "default": None,
-        "help": "OpenVINO property of the draft model (default: the main model's, if both run on the same kind "
-        "of device; with GenAI's pipeline also on other kinds, but not beside an NPU)",
+        "help": "OpenVINO property of the draft model (repeatable; default: the main model's properties, if both run "
+        "on the same kind of device; GenAI's pipeline also takes them if the kinds differ, unless one is an NPU)",
     },
     "--scheduler": {**PROPERTY, "help": "setting of GenAI's SchedulerConfig, like cache_size=1 (repeatable)"},
     "--recommended": {

@@ -135,7 +135,11 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
             Limits.max_queue,
             "maximum queue length; further requests get status 429 (default: %(default)s)",
         ),
-        ("--cache-tokens", Pair.cache_tokens, "KV-cache size in tokens, for all texts together (default: %(default)s)"),
+        (
+            "--cache-tokens",
+            Pair.cache_tokens,
+            "KV-cache size in tokens, for all requests of a replica together (default: %(default)s)",
+        ),
     ):
         argument = group.add_argument(name, type=whole_number(1, LARGEST), default=default, metavar="N", help=meaning)
         former_options.accept(group, argument, *FORMER_OPTIONS.get(name, ()))
@@ -185,7 +189,7 @@ def _add_ray_arguments(ray: argparse._ArgumentGroup) -> None:
     )
     ray.add_argument(
         "--resource", type=resource, action="append", default=[], metavar="NAME=AMOUNT",
-        help="Ray resource required per replica (repeatable; default: intel_gpu=1 or intel_npu=1 for those devices)",
+        help="Ray resource required per replica (repeatable; default: intel_gpu=1 if a model runs on a GPU)",
     )  # fmt: skip
     ray.add_argument(
         "--metrics-port", type=whole_number(1, 65535), default=Settings.metrics_port, metavar="PORT",

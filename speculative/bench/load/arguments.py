@@ -19,7 +19,7 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
         type=numbers,
         default="1,2,4,8,16",
         metavar="N",
-        help="numbers of concurrent clients (default: 1,2,4,8,16)",
+        help="numbers of concurrent clients, or requests (default: 1,2,4,8,16)",
     )
     former_options.accept(parser, concurrency, "--clients")
     parser.add_argument(
