@@ -88,7 +88,7 @@ from speculative.cli.arguments import (
     require_draft_for,
 )
 from speculative.cli.parser import Parser
-from speculative.cli.processes import ctrl_c_raises
+from speculative.cli.processes import signals_raise
 from speculative.models.eagle3_graph import is_head
 from speculative.pair.draft_limits import alone_limit, genai_tree_limit, native_limit, tokenizer_limit
 from speculative.pair.engines import GENAI, NATIVE
@@ -587,7 +587,7 @@ def run(arguments: argparse.Namespace, ids: list[np.ndarray], json_schemas: Sequ
         best = fastest(drafting, sampled=False)
         view = None
         try:
-            with ctrl_c_raises():
+            with signals_raise():
                 if complete and best and not constrained:
                     view = processes[-1].token_view(ids[0], best["draft_length"])
         except KeyboardInterrupt:

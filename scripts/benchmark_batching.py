@@ -45,7 +45,7 @@ from speculative.cli.arguments import (
     require_draft_for,
 )
 from speculative.cli.parser import Parser
-from speculative.cli.processes import ctrl_c_raises
+from speculative.cli.processes import signals_raise
 from speculative.pair.engines import GENAI, NATIVE
 
 NUMBER_TOKENS = 16  # maximum length of the number before a prompt
@@ -131,7 +131,7 @@ def measure(
     """
     memory: list[dict] = []
     try:
-        with ctrl_c_raises():
+        with signals_raise():
             for start in range(arguments.starts):
                 for process in shuffled(processes, start):
                     process.start()

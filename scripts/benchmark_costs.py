@@ -42,7 +42,7 @@ from speculative.cli.arguments import (
     two_or_more,
 )
 from speculative.cli.parser import Parser
-from speculative.cli.processes import ctrl_c_raises
+from speculative.cli.processes import signals_raise
 from speculative.cli.progress import tqdm
 from speculative.models.cached_model import CachedModel
 from speculative.models.cores import usable_cores
@@ -162,7 +162,7 @@ def starts(arguments: argparse.Namespace) -> list[CostsStart]:
     starts_by_cache: dict[str, list[OneStart]] = {"no cache": [], "first": [], "second": []}
     ours = Start("ours with the draft", NATIVE, with_draft=True)
     read_files(arguments.main, arguments.draft)
-    with ctrl_c_raises():  # do not leave a temporary folder behind
+    with signals_raise():  # do not leave a temporary folder behind
         for _ in range(min(STARTS, arguments.repeat)):
             with tempfile.TemporaryDirectory() as folder:
                 caches = {}, {"CACHE_DIR": folder}, {"CACHE_DIR": folder}

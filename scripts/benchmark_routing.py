@@ -25,7 +25,7 @@ from speculative.bench.load.metrics import RequestRecord
 from speculative.bench.load.server import StartedServer
 from speculative.cli.arguments import positive_int, refuse_unsound, two_or_more
 from speculative.cli.parser import Parser
-from speculative.cli.processes import ctrl_c_raises, ctrl_c_waits
+from speculative.cli.processes import ctrl_c_waits, signals_raise
 
 ROUTINGS = ("balanced", "prefix")
 SETTINGS = {"max_tokens": 16, "temperature": 0, "ignore_eos": True}
@@ -86,7 +86,7 @@ def main() -> int:
     arguments = parse_arguments()
     with exit_on(ValueError, status=2):
         refuse_unsound(arguments.main, arguments.draft)
-    with exit_on(RuntimeError, ValueError), ctrl_c_raises(), ExitStack() as stack:
+    with exit_on(RuntimeError, ValueError), signals_raise(), ExitStack() as stack:
         targets = {}
         for routing in ROUTINGS:  # the start of a server takes all cores
             with ctrl_c_waits():

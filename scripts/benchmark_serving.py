@@ -53,7 +53,7 @@ from speculative.bench.prompts import Prompt, read_prompts, shown_name, token_id
 from speculative.bench.result import LoadRow
 from speculative.cli.arguments import add_device_arguments, positive_int, refuse_in_native, refuse_unsound
 from speculative.cli.parser import Parser
-from speculative.cli.processes import ctrl_c_raises, ctrl_c_waits
+from speculative.cli.processes import ctrl_c_waits, signals_raise
 from speculative.cli.properties import PROPERTY
 from speculative.models.cores import usable_cores
 from speculative.serving.settings import Limits, Pair
@@ -241,7 +241,7 @@ def measure(arguments: argparse.Namespace, prompts: list[Prompt]) -> Measured:
     settings = {"max_tokens": arguments.max_new_tokens, "temperature": arguments.temperature}
     if arguments.main:
         settings["ignore_eos"] = True
-    with ctrl_c_raises(), ExitStack() as stack:
+    with signals_raise(), ExitStack() as stack:
         servers, started = endpoints(arguments, stack)
         meter = Meter(started, threads_of(arguments)) if started else None
         served = [name for name in (ALONE, DRAFT) if name in servers]

@@ -58,7 +58,7 @@ from speculative.bench.result import SwapEnvironment
 from speculative.cli import former_options
 from speculative.cli.arguments import add_run_arguments, lengths, positive_float, refuse, refuse_unsound
 from speculative.cli.parser import Parser
-from speculative.cli.processes import ctrl_c_raises
+from speculative.cli.processes import signals_raise
 from speculative.cli.progress import tqdm
 from speculative.cli.properties import key_value
 from speculative.cli.ray_cluster import ray_address
@@ -280,7 +280,7 @@ def measure(cells: list[Cell], results: ResultsFile, arguments: argparse.Namespa
     if done:
         say(f"{done} of {len(present)} cells are already in {results.path}; use --fresh to measure them again")
     try:
-        with ctrl_c_raises(), tqdm(total=len(present), initial=done, unit="cell") as bar:
+        with signals_raise(), tqdm(total=len(present), initial=done, unit="cell") as bar:
             if arguments.address:
                 measure_in_cluster(todo, results, arguments, places, bar)
                 return True
@@ -459,7 +459,7 @@ def swap(
     tokenizer = openvino_genai.Tokenizer(str(arguments.main))
     matrix.compare(cells, [prompt.id for prompt in prompts], tokenizer)
     try:
-        with ctrl_c_raises():
+        with signals_raise():
             if finished:
                 judge_differences(cells, results, places)
     except KeyboardInterrupt:

@@ -66,7 +66,7 @@ from speculative.bench.tuning.stages import Tuning
 from speculative.bench.tuning.verdict import Verdict, judge
 from speculative.cli.arguments import add_prompt_arguments, positive_int, refuse_unsound
 from speculative.cli.parser import Parser
-from speculative.cli.processes import ctrl_c_raises
+from speculative.cli.processes import signals_raise
 from speculative.cli.properties import PROPERTY
 from speculative.cli.ray_cluster import ray_address
 from speculative.pair import recommendation
@@ -199,7 +199,7 @@ def nothing_lost():
     """Yield a list; Ctrl-C ends the block and appends True to it."""
     interrupted: list[bool] = []
     try:
-        with ctrl_c_raises():
+        with signals_raise():
             yield interrupted
     except KeyboardInterrupt:
         interrupted.append(True)

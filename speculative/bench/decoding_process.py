@@ -19,7 +19,7 @@ from speculative.bench.cluster.worker_process import WorkerProcess
 from speculative.bench.genai import Run
 from speculative.bench.harness import Method, interleave, shuffled
 from speculative.bench.result import Loading, ProcessStart, TokenView
-from speculative.cli.processes import ctrl_c_raises
+from speculative.cli.processes import signals_raise
 from speculative.decoder import GenerationResult
 from speculative.models.spec import ModelSpec
 from speculative.pair.engines import NATIVE
@@ -91,7 +91,7 @@ def measure(
     Returns False after Ctrl-C; complete rounds are kept. Raises KeyboardInterrupt if there are none.
     """
     try:
-        with ctrl_c_raises():
+        with signals_raise():
             for start in range(starts):
                 for process in shuffled(processes, start):
                     process.start()

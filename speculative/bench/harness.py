@@ -34,7 +34,7 @@ import psutil
 from speculative.atomic_write import atomic_write
 from speculative.bench.genai import Run
 from speculative.bench.result import Environment, IterationSplit, MethodRow, Result
-from speculative.cli.processes import ctrl_c_raises, print_or_exit
+from speculative.cli.processes import print_or_exit, signals_raise
 from speculative.cli.progress import tqdm
 from speculative.decoder import GenerationResult
 from speculative.models.cached_model import CachedModel
@@ -115,7 +115,7 @@ def interleave(
     before = len(methods[0].rounds)
     total = (warm_up + rounds) * len(prompts) * len(methods)
     try:
-        with ctrl_c_raises(), tqdm(total=total, unit="run", desc=describe or None, leave=False) as bar:
+        with signals_raise(), tqdm(total=total, unit="run", desc=describe or None, leave=False) as bar:
             for number in range(warm_up + rounds):
                 before_round()
                 results = _one_round(methods, prompts, bar, (before + number) * len(prompts), json_schemas)

@@ -23,7 +23,7 @@ from openvino_genai import GenerationConfig
 from speculative import decoder
 from speculative.bench import genai
 from speculative.bench.result import OneStart, StartCost
-from speculative.cli.processes import ctrl_c_raises
+from speculative.cli.processes import signals_raise
 from speculative.error_text import one_line
 from speculative.models.spec import ModelSpec
 from speculative.pair.engines import NATIVE
@@ -46,7 +46,7 @@ def start_costs(kinds: list[Start], arguments: argparse.Namespace, repeats: int)
     start fails."""
     starts: dict[Start, list[list[OneStart]]] = {kind: [] for kind in kinds}
     read_files(*filter(None, (arguments.main, arguments.draft)))
-    with ctrl_c_raises():  # do not leave a temporary folder behind
+    with signals_raise():  # do not leave a temporary folder behind
         for _ in range(repeats):
             for kind, pairs in starts.items():
                 with tempfile.TemporaryDirectory() as folder:

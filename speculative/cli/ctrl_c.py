@@ -3,10 +3,9 @@
 import os
 import signal
 import socket
-import sys
 import threading
 
-from speculative.cli.processes import ctrl_c_raises
+from speculative.cli.processes import signals_raise
 
 signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # importing the engine takes a moment
 
@@ -45,25 +44,10 @@ class CtrlC:
         """Read a line as input() does, with Ctrl-C as KeyboardInterrupt."""
         wakeup = signal.set_wakeup_fd(-1)
         try:
-            with ctrl_c_raises():
+            with signals_raise():
                 return input(prompt)
         finally:
             signal.set_wakeup_fd(wakeup)
 
 
 ctrl_c = CtrlC()
-
-
-def raise_on_signals() -> None:
-    """From now on Ctrl-C raises KeyboardInterrupt, and SIGTERM and the SIGHUP of a closed terminal raise SystemExit, so
-    that unfinished work can be cleaned up. SIGHUP stays ignored after `nohup`."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    for name in ("SIGTERM", "SIGHUP"):  # Windows has no SIGHUP
-        number = getattr(signal, name, None)
-        if number and signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, _exit)
-
-
-def _exit(number: int, _: object) -> None:
-    signal.signal(number, signal.SIG_IGN)  # a terminal and its shell both send SIGHUP: do not disturb the cleaning up
-    sys.exit(128 + number)

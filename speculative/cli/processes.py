@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 NEW_PROCESS_GROUP = 0x200  # subprocess.CREATE_NEW_PROCESS_GROUP, which Python defines on Windows only
+END_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]  # no SIGHUP on Windows
 
 
 def own_group() -> dict:
@@ -124,17 +125,34 @@ def no_sigpipe() -> Iterator[None]:
         signal.signal(signal.SIGPIPE, previous)
 
 
+def raise_on_signals() -> None:
+    """From now on Ctrl-C raises KeyboardInterrupt, and SIGTERM and the SIGHUP of a closed terminal raise SystemExit, so
+    that unfinished work can be cleaned up. SIGHUP stays ignored after `nohup`."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in END_SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _exit)
+
+
+def _exit(number: int, _: object) -> None:
+    signal.signal(number, signal.SIG_IGN)  # a terminal and its shell both send SIGHUP: do not disturb the cleaning up
+    sys.exit(128 + number)
+
+
 @contextlib.contextmanager
-def ctrl_c_raises() -> Iterator[None]:
-    """Within the block, Ctrl-C raises KeyboardInterrupt, whatever the handler outside."""
+def signals_raise() -> Iterator[None]:
+    """`raise_on_signals` within the block, whatever the handlers outside."""
     if not _sets_signals():
         yield
         return
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, *END_SIGNALS)}
+    raise_on_signals()
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, handler in previous.items():
+            if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:  # not ending, see `_exit`
+                signal.signal(number, handler)
 
 
 @contextlib.contextmanager

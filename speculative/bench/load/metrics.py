@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, cast
 
 from speculative.bench.harness import shuffled
 from speculative.bench.result import Drafting, Drawn, LoadRow, Outcomes, ProcessorTime, Range
-from speculative.cli.processes import ctrl_c_raises
+from speculative.cli.processes import signals_raise
 from speculative.cli.progress import tqdm
 from speculative.sequence import metrics
 
@@ -114,7 +114,7 @@ def take_turns(methods: Sequence[Load], clients: Sequence[int], seconds: float, 
     total = (warm_up + rounds) * len(clients) * len(methods)
     before = kept = len(methods[0].rounds.get(clients[0], ()))
     try:
-        with ctrl_c_raises(), tqdm(total=total, unit="run", leave=False) as bar:
+        with signals_raise(), tqdm(total=total, unit="run", leave=False) as bar:
             for number in range(warm_up + rounds):
                 done = []
                 for place, n in enumerate(clients):

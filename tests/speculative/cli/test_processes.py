@@ -37,7 +37,7 @@ except KeyboardInterrupt:
 """
 HANG_UP_TWICE = """
 import os, signal, sys
-from speculative.cli.ctrl_c import raise_on_signals
+from speculative.cli.processes import raise_on_signals
 signal.signal(signal.SIGHUP, getattr(signal, sys.argv[1]))
 raise_on_signals()
 try:
@@ -45,6 +45,17 @@ try:
 finally:
     os.kill(os.getpid(), signal.SIGHUP)
     print("cleaned up")
+"""
+END_IN_BLOCK = """
+import contextlib, os, signal, sys
+from speculative.cli.processes import signals_raise
+number = getattr(signal, sys.argv[1])
+with signals_raise(), contextlib.ExitStack() as stack:
+    stack.callback(print, "outer")
+    stack.callback(os.kill, os.getpid(), number)
+    with signals_raise(), contextlib.ExitStack() as inner:
+        inner.callback(print, "inner")
+        os.kill(os.getpid(), number)
 """
 # A lone surrogate: what a file name that is no UTF-8 becomes in Python.
 PRINT = "from speculative.cli.processes import {0}; {0}(); print('é, π, ' + chr(0xDC80))"
@@ -119,6 +130,15 @@ def test_platform_specific_code_is_in_one_module():
     of_a_system = re.compile(r"0x200\b|CREATE_NEW_PROCESS_GROUP|start_new_session|killpg|CTRL_BREAK|SIGPIPE")
     found = {path.name for path in SOURCES if of_a_system.search(path.read_text(encoding="utf-8"))}
     assert found == {"processes.py", "speculative_decoding_lm.py"}  # the latter imports nothing of ours
+
+
+@pytest.mark.posix("signals")
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_terminated_block_is_left_through_its_cleanup(name):
+    command = [sys.executable, "-c", END_IN_BLOCK, name]
+    process = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=PATIENCE, cwd=ROOT)
+    number = getattr(signal, name)
+    assert (process.returncode, process.stdout, process.stderr) == (128 + number, "inner\nouter\n", "")
 
 
 @pytest.mark.posix("signals")
