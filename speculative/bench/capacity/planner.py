@@ -31,7 +31,6 @@ MAX_SINGLE_REQUESTS = 300  # most requests, one at a time
 INSTANT = 1e-9  # seconds in which each client sends one request
 LASTING = 8.0  # duration of a closed loop, in those of a request alone, for each client
 LASTING_LOAD = 16.0  # duration of a simulated load, in goals for TTFT or requests alone
-OVERLOAD = 1.1  # excess over the measured throughput of a full batch with which no replica keeps up
 IDLE = 0.02  # share of the time: where replicas compute so little, more of them are no faster
 MIN_SPEEDUP = 1.02  # speedup from which a draft helps
 ALONE, DRAFT = "main model alone", "with draft"
@@ -89,7 +88,8 @@ class Planner:
         holds = MAX_REPLICAS + 1
         rows: dict[int, CapacityRow] = {}
         needed = self._needed(rate, settings)
-        fails, n = math.ceil(needed / OVERLOAD) - 1, min(math.ceil(needed), MAX_REPLICAS)
+        n = min(math.ceil(needed), MAX_REPLICAS)
+        fails = n - 1  # their queue would grow without end
         while holds - fails > max(holds // FINE if holds <= MAX_REPLICAS else 1, 1):
             rows[n] = self.row(rate, settings, n)
             if not rows[n]["holds"] and rows[n]["utilisation"] < IDLE:
@@ -173,7 +173,7 @@ class Planner:
 
     def _needed(self, rate: float, settings: Settings) -> float:
         """The replicas, 1 or more, that have the throughput of `rate` requests per second with full batches. With
-        fewer, the queue grows without end, which shows only after a while."""
+        fewer, the queue grows without end, which a simulation shows only after a while."""
         clients = settings.max_num_seqs
         seconds = 4 * LASTING * clients * self._seconds_alone(settings)  # many requests, as their lengths differ
         full_batch = self.closed_loop(settings, [clients], "", seconds)
