@@ -35,7 +35,8 @@ def iterations(run: Run | GenerationResult) -> int:
 def ratio(what: str, one: Method, other: Method, prompts: Sequence[int] | None = None, units: Units = tokens) -> Ratio:
     """Units per second of `one` over those of `other`, on the prompts with these indices (default: all).
 
-    `ratio`: median over the rounds; `range`: over the rounds; `interval`: over prompts, None if there is only one.
+    `ratio`: median over the rounds; `range`: over the rounds; `interval`: over prompts, around the median, None if
+    there is only one.
     """
     indices = list(range(len(one.rounds[0]))) if prompts is None else list(prompts)
     measured = [_measured(method, indices, units) for method in (one, other)]
@@ -46,7 +47,7 @@ def ratio(what: str, one: Method, other: Method, prompts: Sequence[int] | None =
         "what": what,
         "ratio": statistics.median(ratios),
         "range": [min(ratios), max(ratios)],
-        "interval": interval(counts.sum(1), seconds.sum(1)),
+        "interval": interval(counts.sum(1), seconds.sum(1), statistics.median(ratios)),
         "prompts": len(indices),
     }
 
@@ -99,9 +100,10 @@ def _measured(method: Method, prompts: list[int], units: Units) -> tuple[np.ndar
     return np.array(counts, float), np.array([[run.decode_seconds for run in round_] for round_ in runs])
 
 
-def interval(counts: np.ndarray, seconds: np.ndarray) -> list[float] | None:
+def interval(counts: np.ndarray, seconds: np.ndarray, ratio: float | None = None) -> list[float] | None:
     """95 % confidence interval, over prompts, of the ratio of two methods; `counts` and `seconds` are [method, prompt].
-    Prompts whose answer is one token, which took no time to decode, are left out. None without two others."""
+    It is around `ratio`, by default that of the sums. Prompts whose answer is one token, which took no time to decode,
+    are left out. None without two others."""
     timed = (seconds > 0).all(axis=0)
     counts, seconds = counts[:, timed], seconds[:, timed]
     n = counts.shape[1]
@@ -110,8 +112,8 @@ def interval(counts: np.ndarray, seconds: np.ndarray) -> list[float] | None:
     shares = n * (counts / counts.sum(-1, keepdims=True) - seconds / seconds.sum(-1, keepdims=True))
     error = float(np.std(shares[0] - shares[1], ddof=1)) / math.sqrt(n)  # of the ratio's logarithm
     speeds = counts.sum(-1) / seconds.sum(-1)
-    ratio, factor = float(speeds[0] / speeds[1]), math.exp(student_t(n - 1) * error)
-    return [ratio / factor, ratio * factor]
+    middle, factor = ratio or float(speeds[0] / speeds[1]), math.exp(student_t(n - 1) * error)
+    return [middle / factor, middle * factor]
 
 
 def student_t(degrees: int) -> float:

@@ -1,6 +1,7 @@
 """The types of results: recorded results and those of the code match them, and other values do not."""
 
 import argparse
+import dataclasses
 import json
 import shlex
 from pathlib import Path
@@ -102,6 +103,13 @@ def test_comparisons_match_their_type():
     assert problems(as_json(found), list[result.Ratio]) == []
     assert ["where" in fact for fact in found] == [True, False]
     assert problems(as_json(ratios.ratio("x", method(), method(), [0])), result.Ratio) == []  # without an interval
+
+
+def test_ratio_is_within_its_interval_after_a_slow_round():
+    runs = [[Run([1, 2, 3, 4, 5], [], [], 0.1, seconds + i / 100) for i in range(3)] for seconds in (1.0, 1.0, 9.0)]
+    slow = dataclasses.replace(method(), rounds=runs)
+    fact = ratios.ratio("x", slow, dataclasses.replace(method(), rounds=[runs[0]] * 3))
+    assert fact["ratio"] == 1 and fact["interval"][0] <= 1 <= fact["interval"][1]
 
 
 @pytest.mark.parametrize("prompts", [2, 3, 5, 16])
