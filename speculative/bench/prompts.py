@@ -28,7 +28,8 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 COLUMNS = ("prompt", "turns", "instruction", "question", "text", "article")  # tried in this order by default
 SPLITS = ("test", "validation", "train")
 JSON_LINES = (".jsonl", ".json")
-FILES = (*JSON_LINES, ".txt", ".md", ".csv")
+TABLES = (".csv", ".tsv", ".parquet", ".xlsx")
+FILES = (*JSON_LINES, *TABLES, ".txt", ".md")
 
 
 class Prompt(NamedTuple):
@@ -98,6 +99,8 @@ def _read_files(paths: Iterable[Path]) -> list[Prompt]:
     prompts: list[Prompt] = []
     places: dict[tuple[str, ...], str] = {}  # the line of each prompt
     for path in paths:
+        if path.suffix.lower() in TABLES:
+            raise ValueError(f'{path} is a table: convert it to JSON lines (.jsonl) with "prompt" in each line')
         for number, raw in enumerate(path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
             place = f"line {number} of {path}"
             try:

@@ -116,6 +116,13 @@ def test_file_without_prompts_is_rejected(tmp_path, content):
         read_prompts(path)
 
 
+def test_table_is_not_read_as_lines_of_text(tmp_path):
+    path = tmp_path / "prompts.csv"
+    path.write_text('prompt,category\n"hello, world",x\n', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"prompts.csv is a table: convert it to JSON lines"):
+        read_prompts(path)
+
+
 @pytest.mark.parametrize("source", ["none.jsonl", "none", "no/such/folder", "some where", ":", ""])
 def test_source_that_is_neither_file_nor_data_set_is_rejected(source):
     with pytest.raises(ValueError, match="is not a file"):
