@@ -50,6 +50,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import ge
 from pathlib import Path
 
 import numpy as np
@@ -370,6 +371,14 @@ def faster_alone(rows: list[MethodRow], best: MethodRow | None) -> MethodRow | N
     return fast if fast and best and fast["speedup"] > best["speedup"] else None
 
 
+def as_fast(rows: list[MethodRow], best: MethodRow | None) -> list[str]:
+    """Other methods that draft and were as fast as the `best` one in at least one round."""
+    others = [row for row in rows if best and row["sampled"] == best["sampled"] and row["draft_length"]]
+    return [
+        row["name"] for row in others if best and row != best and any(map(ge, row["throughputs"], best["throughputs"]))
+    ]
+
+
 def summary(
     rows: list[MethodRow],
     categories: list[CategoryRow],
@@ -383,8 +392,8 @@ def summary(
     was not measured."""
     greedy, sampled, n = fastest(rows, False), fastest(rows, True), len(rows[0]["throughputs"])
     lines = [
-        *gain_sentences(greedy, "greedy", faster_alone(rows, greedy)),
-        *gain_sentences(sampled, "sampled", faster_alone(rows, sampled)),
+        *gain_sentences(greedy, "greedy", faster_alone(rows, greedy), as_fast(rows, greedy)),
+        *gain_sentences(sampled, "sampled", faster_alone(rows, sampled), as_fast(rows, sampled)),
         *compared,
     ]
     if greedy:
@@ -403,9 +412,9 @@ def summary(
     return [*lines, load.sentence] if load.sentence else lines
 
 
-def gain_sentences(best: MethodRow | None, kind: str, alone: MethodRow | None) -> list[str]:
+def gain_sentences(best: MethodRow | None, kind: str, alone: MethodRow | None, others: Sequence[str] = ()) -> list[str]:
     """The gain of the fastest method that drafts, if there is one, and what makes it uncertain; `alone` is the main
-    model alone if that is faster."""
+    model alone if that is faster, `others` are methods that are `as_fast`."""
     if not best:
         return []
     low, high = best["speedup_range"]
@@ -420,6 +429,8 @@ def gain_sentences(best: MethodRow | None, kind: str, alone: MethodRow | None) -
         f"({low:.2f}-{high:.2f} over {rounds(len(best['throughputs']))}), a gain of {best['gain_percent']:.0f} %, and "
         f"{best['forward_speedup']:.2f} tokens per main-model forward pass."
     ]
+    if others:
+        lines.append(f"Within measurement noise of it (as fast in at least one round): {'; '.join(others)}.")
     if low < 1:
         lines.append(f"In at least one round {best['name']} was slower than the main model alone: measure longer.")
     if best["repetition"] > REPEATS_ITSELF:

@@ -58,6 +58,21 @@ def test_draft_gets_no_credit_for_a_faster_engine():
     assert "0.90x (1.10-1.10). Do not draft here." in benchmark.gain_sentences(slow, "greedy", rows[0])[0]
 
 
+def test_methods_as_fast_as_the_best_are_named():
+    row = {"sampled": False, "draft_length": 2, "repetition": 0.0, "forward_speedup": 2.0, "gain_percent": 20.0}
+    speeds = {"K = 2": [9.0, 12.0], "K = 4": [10.0, 11.0], "K = 8": [8.0, 9.0], "main alone": [20.0, 20.0]}
+    rows = [
+        {**row, "name": name, "throughputs": rounds, "speedup": rounds[1], "speedup_range": rounds}
+        for name, rounds in speeds.items()
+    ]
+    rows[-1]["draft_length"] = 0
+    best = benchmark.fastest(rows, sampled=False)
+    others = benchmark.as_fast(rows, best)
+    assert best == rows[0] and others == ["K = 4"]
+    words = " ".join(benchmark.gain_sentences(best, "greedy", None, others))
+    assert "K = 2 is the fastest greedy method" in words and "(as fast in at least one round): K = 4." in words
+
+
 def test_ratio_of_few_prompts_has_no_interval():
     fact = {"what": "ours / GenAI", "ratio": 1.1, "range": [1.0, 1.2], "interval": None, "prompts": 2}
     assert benchmark.compared(fact) == "ours / GenAI: 1.10 (rounds 1.00-1.20, few prompts)"
