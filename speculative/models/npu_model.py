@@ -12,6 +12,8 @@ from itertools import pairwise
 import numpy as np
 import openvino as ov
 
+from speculative.models.inference import infer
+
 DEFAULT_PROMPT = 1024  # GenAI's defaults for MAX_PROMPT_LEN and MIN_RESPONSE_LEN
 DEFAULT_RESPONSE = 128
 STEP = 8  # tokens in one forward pass after the prompt, unless NPUW_LLM_MAX_GENERATION_TOKEN_LEN overrides it
@@ -101,8 +103,7 @@ class NpuModel:
         self._set("input_ids", self._text[None, start:end])
         self._set("attention_mask", mask)
         self._set("position_ids", np.arange(start, end, dtype=np.int64)[None])
-        self._request.start_async()
-        self._request.wait()
+        infer(self._request)
         self._new_prompt_length = end if is_prompt else 0
         logits = self._request.get_tensor("logits").data[0]
         return logits[-min(n, self._step, len(logits)) :]

@@ -17,6 +17,7 @@ from openvino._offline_transformations import paged_attention_transformation
 
 from speculative.models.eagle3_graph import HIDDEN_STATE
 from speculative.models.gather_logits import keep_logits_at
+from speculative.models.inference import infer
 
 ALIGNMENT = 64  # bytes
 SLIDING_WINDOW, ALIBI_SLOPES = 10, 11  # inputs of the paged-attention operation
@@ -162,8 +163,7 @@ class PagedModel:
         self._longest[()] = end
         if self._hidden_size:
             self._hidden[:given, 0] = 0 if hidden_states is None else hidden_states
-        self._request.start_async()
-        self._request.wait()
+        infer(self._request)
         return self._output(0)
 
     def run_together(
@@ -194,19 +194,18 @@ class PagedModel:
         self._used = self.blocks + 1
         if self._has_leaves:
             self._attend_to_all()
-        self._request.start_async()
-        self._request.wait()
+        infer(self._request)
         return self._output(0)[: batch.rows]
 
     def _attend_to_parents(self, n: int, parents: Sequence[int]) -> None:
         """Let each leaf, the last of n tokens, attend only to its parent, what that attends to, and itself."""
+        self._has_leaves = True  # first: Ctrl-C may come before both inputs are set
         chain = n - len(parents)
         attends = np.tri(n, dtype=np.uint8)
         attends[chain:] = attends[list(parents)]
         attends[np.arange(chain, n), np.arange(chain, n)] = 1
         self._set_shared_input("qq_bias", attends.ravel())
         self._set_shared_input("qq_bias_begins", np.array([0, n * n], np.int32))
-        self._has_leaves = True
 
     def _attend_to_all(self) -> None:
         """Let tokens attend to all tokens before them."""

@@ -9,6 +9,7 @@ import numpy as np
 import openvino as ov
 
 from speculative.models.gather_logits import keep_logits_at
+from speculative.models.inference import infer
 
 SPARE = 4  # one spare entry, for hidden ones, per this many entries of capacity
 
@@ -59,8 +60,7 @@ class StatefulModel:
         self._set("attention_mask", self._mask[:, :end])
         self._set("position_ids", np.arange(start, start + n, dtype=np.int64)[None])
         self._set("logits_positions", np.arange(n - last, n, dtype=np.int64))
-        self._request.start_async()
-        self._request.wait()
+        infer(self._request)
         self._length = start + n
         self._used = end
         return self._request.get_output_tensor(0).data.reshape(last, -1)

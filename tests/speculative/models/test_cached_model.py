@@ -154,6 +154,35 @@ def difference_after_an_interruption(model, folder):
     return max(float(np.abs(model.logits(other[:n]) - expected[n - 1]).max()) for n in (33, 35))
 
 
+class InterruptedAtStart(InterruptedOnce):
+    """An inference request that Ctrl-C interrupts once, just after it was started."""
+
+    def start_async(self):
+        self._request.start_async()
+        if self._is_due:
+            self._is_due = False
+            raise KeyboardInterrupt
+
+    def wait(self):
+        self._request.wait()
+
+
+@STATEFUL
+def test_interrupted_pass_is_over_before_the_next_one(stateful, tiny_pair):
+    """A running request refuses another one, and reads the inputs that the next one writes."""
+    folder = tiny_pair("llama") / "main"
+    model = cached_model.load(ModelSpec(folder, "CPU", EXACT), capacity=1000, stateful=stateful)
+    text = np.random.default_rng(0).integers(0, model.vocab_size, 1000)
+    expected = model.logits(text).copy()
+    model.reset()
+    request = model.backend._request
+    model.backend._request = InterruptedAtStart(request)
+    with pytest.raises(KeyboardInterrupt):
+        model.logits(text)
+    assert request.wait_for(0)
+    assert np.allclose(model.logits(text), expected, atol=TOLERANCE)
+
+
 def test_interrupted_pass_leaves_no_cache_entries(tiny_pair):
     folder = tiny_pair("llama") / "main"
     model = cached_model.load(ModelSpec(folder, "CPU", EXACT), stateful=True)

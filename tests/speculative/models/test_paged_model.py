@@ -105,6 +105,23 @@ def test_leaves_attend_only_to_their_parents(backend):
         np.testing.assert_allclose(together, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["qq_bias", "qq_bias_begins"])
+def test_interrupted_tree_does_not_change_later_passes(backend, monkeypatch, name):
+    text = np.array([1, 5, 2, 6, 3, 0])
+    expected = backend.run(0, text, 6).copy()
+    set_input = backend._set_shared_input
+
+    def interrupted(*arguments):
+        set_input(*arguments)
+        if arguments[0] == name:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(backend, "_set_shared_input", interrupted)
+        backend.run(0, text, 6, None, [0, 1])
+    np.testing.assert_allclose(backend.run(0, text, 6), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_cache_bytes_count_keys_and_values_of_every_layer(backend):
     tokens = (backend.blocks + 1) * backend.block_size  # one block is for padding
     assert backend.cache_bytes == tokens * HEADS * HEAD_DIM * 4 * 2
