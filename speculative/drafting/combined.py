@@ -201,11 +201,12 @@ class CombinedDraftLength(AdaptiveDraftLength):
 
     def reset(self, repeatable: bool = False) -> None:
         super().reset(repeatable)
-        draft_estimate = AcceptanceEstimate(self._prior_acceptance, prior_decays=True)
-        self._acceptance = CombinedEstimate(draft_estimate, MatchEstimate())
         self._omitted = OmittedCopies()
         self._omitted_copies = 0  # copies in this iteration that the budget did not allow
         self._was_correct = False  # whether the first of them was the next token
+
+    def _new_estimate(self) -> CombinedEstimate:  # type: ignore[override]
+        return CombinedEstimate(super()._new_estimate(), MatchEstimate())
 
     @property
     def estimate(self) -> CombinedEstimate:

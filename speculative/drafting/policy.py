@@ -209,7 +209,7 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         # of chains of 0, 1, ... draft tokens: seconds to draft and verify them, and value of the leaves beside them
         self._chain_seconds = [0.0] * (LONGEST + 1)
         self._chain_leaves = [0.0] * (LONGEST + 1)
-        self._acceptance = AcceptanceEstimate(self._prior_acceptance, prior_decays=True)
+        self._acceptance = self._new_estimate()
         self._tokens = self._seconds = 0.0  # gained and spent, by the cost model
         self._gains = [0.0] * LONGEST  # expected tokens of drafting 1, 2, ..., LONGEST more
         self._leaf_estimate = LeafEstimate()
@@ -225,6 +225,9 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         self._recent_tokens = self._recent_seconds = 0.0  # of iterations with a draft, with decay
         self._drafted_last_time = False  # whether the draft model ran in the last iteration
         self._iterations, self._all_seconds = 0, 0.0  # since the last reset
+
+    def _new_estimate(self) -> AcceptanceEstimate:
+        return AcceptanceEstimate(self._prior_acceptance, prior_decays=True)
 
     def should_draft(self, drafted: int, confidence: Confidence | None) -> bool:
         if drafted == 0:

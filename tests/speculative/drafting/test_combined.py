@@ -179,6 +179,18 @@ def test_wrong_short_matches_lower_the_value_of_longer_ones():
     assert estimate.gains(0.85, 1)[0] < 0.7 * before
 
 
+def test_interrupted_reset_leaves_a_policy_of_both_sources(monkeypatch):
+    def ctrl_c():
+        raise KeyboardInterrupt
+
+    policy = CombinedDraftLength(COSTS)
+    monkeypatch.setattr("speculative.drafting.combined.OmittedCopies", ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        policy.reset()
+    policy.begin()
+    assert policy.copies_next(copy_of(1)) is True
+
+
 def test_copying_continues_if_the_draft_model_cannot_draft():
     """For example beyond its context length, however good its draft tokens were."""
     policy = CombinedDraftLength(COSTS)
