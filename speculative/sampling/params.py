@@ -16,6 +16,7 @@ from speculative.sampling.grammar import Grammar, Grammars
 
 NEUTRAL = GenerationConfig()
 GREEDY_TEMPERATURE = 1e-6  # decoding is greedy at and below it
+LARGEST_BIAS = 1e30  # of a logit, which is a float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,8 @@ class SamplingParams:
         """Resolve `config` for a prompt of `num_prompt_tokens` tokens.
 
         `context_length` is the longest sequence in tokens, prompt included (None: no limit). The model's
-        `default_stop_token_ids` apply unless `config` sets an `eos_token_id`, as in GenAI. `seed` takes precedence over
+        `default_stop_token_ids` apply unless `config` sets an `eos_token_id`; GenAI also drops them if `config` sets
+        `stop_token_ids`. `seed` takes precedence over
         the config's `rng_seed`. `grammars` compiles the `structured_output_config`, which is not supported without.
         `logit_bias` (added to the logits of token ids) and `prompt_logprobs` are no options of GenAI.
 
@@ -185,8 +187,11 @@ def _check_extensions(seed: int | None, logit_bias: Mapping[int, float], prompt_
     if not (isinstance(prompt_logprobs, Integral) and prompt_logprobs >= 0):
         raise ValueError(f"prompt_logprobs is {prompt_logprobs!r}, but must be a whole number from 0")
     for token, bias in logit_bias.items():
-        if not (isinstance(token, Integral) and isinstance(bias, Real) and bias < math.inf):  # nor NaN
-            raise ValueError(f"logit_bias has {token!r}: {bias!r}, but maps token ids to numbers, or -inf to ban them")
+        if not (isinstance(token, Integral) and isinstance(bias, Real) and bias <= LARGEST_BIAS):  # nor NaN
+            raise ValueError(
+                f"logit_bias has {token!r}: {bias!r}, but maps token ids to numbers up to {LARGEST_BIAS:g}, or -inf to "
+                "ban them"
+            )
 
 
 def stop_ids_of(folder: str | Path, tokenizer: Tokenizer) -> frozenset[int]:

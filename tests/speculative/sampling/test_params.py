@@ -221,14 +221,21 @@ def test_values_at_range_limits_are_accepted():
     [
         ({"seed": -1}, "seed is -1, but must be a whole number from 0"),
         ({"seed": 1.5}, "seed is 1.5, but must be a whole number from 0"),
-        ({"logit_bias": {"5": 1.0}}, "logit_bias has '5': 1.0, but maps token ids to numbers, or -inf to ban them"),
+        (
+            {"logit_bias": {"5": 1.0}},
+            "logit_bias has '5': 1.0, but maps token ids to numbers up to 1e\\+30, or -inf to ban them",
+        ),
         (
             {"logit_bias": {5: float("nan")}},
-            "logit_bias has 5: nan, but maps token ids to numbers, or -inf to ban them",
+            "logit_bias has 5: nan, but maps token ids to numbers up to 1e\\+30, or -inf to ban them",
+        ),
+        (
+            {"logit_bias": {5: 1e39}},
+            "logit_bias has 5: 1e\\+39, but maps token ids to numbers up to 1e\\+30, or -inf to ban them",
         ),
         (
             {"logit_bias": {5: float("inf")}},
-            "logit_bias has 5: inf, but maps token ids to numbers, or -inf to ban them",
+            "logit_bias has 5: inf, but maps token ids to numbers up to 1e\\+30, or -inf to ban them",
         ),
     ],
 )
