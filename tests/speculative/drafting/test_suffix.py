@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from speculative.drafting.suffix import (
     DIVIDED_ACCEPTANCE,
+    FEW_MATCHES,
     MATCH_ACCEPTANCE,
     MAX_MATCHES,
     PastAnswers,
@@ -93,6 +94,18 @@ def test_only_the_latest_of_many_long_matches_are_compared():
 def test_match_length_is_limited_to_max_ngram_size():
     tokens = [1, 2, 3, 8, 5, 2, 3, 9, 6, 2, 3, 9, 4, 1, 2, 3]
     assert proposal(tokens, 3) == (8, MATCH_ACCEPTANCE[2]) and proposal(tokens, 2) == (9, DIVIDED_ACCEPTANCE)
+
+
+def test_match_does_not_continue_before_the_start_of_the_text():
+    text = np.array([5, 9, *[1, 5, 6] * FEW_MATCHES, 7])
+    ends = np.flatnonzero(text == 5)  # more than are compared one by one; before the first of them, nothing is a 7
+    assert longest_match(text, ends, [5, 7]) == (1, [9, *[6] * FEW_MATCHES])
+
+
+def test_beginning_of_a_past_answer_follows_the_end_of_its_prompt():
+    past = PastAnswers(100)
+    SuffixProposer(100, past=past).remember(np.array([1, 2, 3, 50, 51]), 3)
+    assert proposal([9, 2, 3], past=past) == (50, MATCH_ACCEPTANCE[1])
 
 
 def test_matches_do_not_cross_past_answers():

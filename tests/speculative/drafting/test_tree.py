@@ -63,6 +63,14 @@ def test_rank_of_the_main_models_token_is_learned():
     assert estimate.best([0.5], 1) == [Leaf(0, 13)] and not estimate.best([0.5], 0)
 
 
+def test_leaf_counts_only_if_its_position_is_reached():
+    estimate = LeafEstimate()
+    for token in (1, 2):
+        estimate.draft(proposal(token, [10 + token]))
+    assert estimate.best([0.2, 0.1], 1) == [Leaf(0, 11)]  # the second token is reached with a probability of 0.2
+    assert estimate.best([0.9, 0.1], 1) == [Leaf(1, 12)]
+
+
 def test_positions_without_alternatives_have_no_leaves():
     estimate = LeafEstimate()
     before = estimate.probabilities()
