@@ -180,12 +180,12 @@ def test_wrong_short_matches_lower_the_value_of_longer_ones():
 
 
 def test_interrupted_reset_leaves_a_policy_of_both_sources(monkeypatch):
-    def ctrl_c():
+    def ctrl_c(*_):
         raise KeyboardInterrupt
 
     policy = CombinedDraftLength(COSTS)
-    monkeypatch.setattr("speculative.drafting.combined.OmittedCopies", ctrl_c)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("speculative.drafting.combined.CombinedEstimate", ctrl_c)
         policy.reset()
     policy.begin()
     assert policy.copies_next(copy_of(1)) is True
