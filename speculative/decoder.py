@@ -142,6 +142,10 @@ class Decoder:
         """Generate a whole text. `streamer` receives it piece by piece, as in GenAI: a function receives text, a
         StreamerBase receives tokens. Either may return True, another number than 0, or a StreamingStatus to stop.
 
+        Without `config`, the defaults of GenerationConfig apply: unlike LLMPipeline, the decoder reads only the stop
+        tokens from the model's generation_config.json. The text ends before a stop string, even inside a token; GenAI's
+        ends before that token.
+
         With `seed`, or the config's `rng_seed`, the decoder is reset first. `logit_bias` is added to the logits of
         token ids, as in OpenAI's API, in the main model and the draft. The config's `logprobs`, and `prompt_logprobs`
         for the prompt, request the log-probability of each token and of that many most probable tokens at its
