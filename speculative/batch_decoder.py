@@ -310,8 +310,9 @@ class BatchDecoder:
         return [output for output in outputs if output]
 
     def _schedule_prefills(self, requests: list[Request], running: int) -> dict[Request, ScheduledTokens]:
-        """Schedule prompt tokens, first come, first served, up to the number for which running requests can wait. A
-        request waits for blocks of a common prefix that an earlier request computes."""
+        """Schedule prompt tokens, first come, first served, up to the number for which running requests can wait. If
+        the first prompt needs several passes, prompts of at most half its length get up to half of each pass. A request
+        waits for blocks of a common prefix that an earlier request computes."""
         if not requests:
             return {}
         parts = {}
@@ -321,7 +322,17 @@ class BatchDecoder:
                 continue
             request.cached_tokens += request.slot.match_prefix(request.sequence.token_ids)
             parts[request] = ScheduledTokens(request.slot, request.sequence.token_ids, 1)
-        return _schedule(prompt_budget(self.draft_length.main, running), parts)
+        budget, first = prompt_budget(self.draft_length.main, running), parts[requests[0]]
+        shorter = {}
+        if first.missing > budget:
+            shorter = {
+                request: part
+                for request, part in parts.items()
+                if 2 * part.missing <= first.missing and not part.can_wait_for(first)
+            }
+        ahead = _schedule(budget // 2, shorter)
+        others = {request: part for request, part in parts.items() if request not in ahead}
+        return ahead | _schedule(budget - sum(part.missing for part in ahead.values()), others)
 
     def _draft(self, running: list[Request], num_prompt_tokens: int) -> None:
         """Run drafting rounds, each adding a token to every request that wants another. The main model's next forward

@@ -1009,6 +1009,19 @@ def test_prompt_is_read_in_as_few_passes_as_its_chunks_need(tokens, tiny, monkey
     assert len(request.result.tokens) == 1
 
 
+def test_short_prompts_do_not_wait_for_a_long_one(tiny, monkeypatch):
+    """They get up to half of each pass; prompts of equal length are computed one after the other."""
+    monkeypatch.setattr(batch_decoder, "PREFILL_CHUNK", 24)
+    decoder = BatchDecoder(BatchModel(tiny[0], 64), None, costs())
+    prompts = [np.arange(n) % 7 + i % 2 for i, n in enumerate((55, 54, 10, 5))]
+    for prompt in prompts:
+        decoder.add_request(prompt, greedy(1))
+    passes, logits = [], decoder.main.logits
+    decoder.main.logits = lambda parts: passes.append([part.missing for part in parts]) or logits(parts)
+    finish(decoder)
+    assert passes == [[10, 2, 12], [3, 21], [22, 2], [24], [24], [4]]
+
+
 @pytest.mark.parametrize(
     ("seconds", "piece"),
     [({1: 1.0, 2: 100.0}, 8), ({1: 1.0, 101: 10.0}, 22), ({1: 1.0, 501: 2.0}, 32)],

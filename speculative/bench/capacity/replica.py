@@ -10,7 +10,7 @@ and draft tokens as from real ones.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -241,19 +241,20 @@ class Replica:
 
     def _prompts(self, decoding: int) -> dict[SimulatedRequest, int]:
         """The prompt tokens of each request in the next forward pass."""
-        remaining, scheduled = prompt_budget(self.policy.main, decoding), {}
-        for request in self.running:
-            if request.generated:
-                continue
+        remaining = prompt_budget(self.policy.main, decoding)
+        prompts = [request for request in self.running if not request.generated]
+        for request in prompts:
             if not request.prefilled and (prefix := self._prefixes.get(request.chat)):
                 self._prefixes.move_to_end(request.chat)
                 usable = min(prefix, request.shared, request.prompt - 1) // BLOCK * BLOCK
                 request.cached = request.prefilled = usable
                 request.draft_cached = usable if self.costs.shares_prefixes else 0
-            if remaining:
-                scheduled[request] = min(request.prompt - request.prefilled, remaining)
-                remaining -= scheduled[request]
-        return scheduled
+        missing = {request: request.prompt - request.prefilled for request in prompts}
+        first = missing[prompts[0]] if prompts else 0
+        shorter = [request for request in prompts if 2 * missing[request] <= first] if first > remaining else []
+        scheduled = _share(remaining // 2, shorter, missing)
+        others = [request for request in prompts if request not in scheduled]
+        return scheduled | _share(remaining - sum(scheduled.values()), others, missing)
 
     def _draft(self, decoding: list[SimulatedRequest], prompt_tokens: int) -> float:
         """Run drafting rounds; returns their seconds."""
@@ -329,3 +330,15 @@ class Replica:
 
 def _blocks(tokens: int) -> int:
     return -(-tokens // BLOCK)
+
+
+def _share(
+    budget: int, requests: Sequence[SimulatedRequest], missing: dict[SimulatedRequest, int]
+) -> dict[SimulatedRequest, int]:
+    """The `missing` tokens of the first `requests` that fit into `budget` tokens."""
+    shares = {}
+    for request in requests:
+        if budget:
+            shares[request] = min(missing[request], budget)
+            budget -= shares[request]
+    return shares

@@ -117,7 +117,7 @@ def recording(model, into):
 
 
 def test_simulated_passes_match_the_batch_decoder():
-    """Four requests, two at a time, with prompts that do not fit in one pass, and three draft tokens each."""
+    """Five requests, two at a time, with prompts that do not fit in one pass, and three draft tokens each."""
     models = [BatchModel(cached_model.load(ModelSpec(one), capacity=2048), share=False) for one in (MAIN, DRAFT)]
     decoder = BatchDecoder(*models, Always(COSTS, 3))
     random, main, draft = np.random.default_rng(0), [], []
@@ -126,7 +126,7 @@ def test_simulated_passes_match_the_batch_decoder():
         model.logits = lambda parts, logits=logits, passes=passes: (
             passes.append(sum(part.missing for part in parts)) or logits(parts)
         )
-    sizes = [(300, 20), (30, 9), (270, 12), (5, 30)]
+    sizes = [(300, 20), (30, 9), (270, 12), (5, 30), (700, 4)]
     waiting = [(random.integers(1, 500, prompt), GenerationConfig(max_new_tokens=output)) for prompt, output in sizes]
     for _, config in waiting:
         config.ignore_eos = True
