@@ -126,6 +126,7 @@ def test_output_folder_has_ir_checkpoint_record_and_card(made, main):
     assert eagle3_graph.is_head(made)
     config = json.loads((made / "checkpoint/config.json").read_text())
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 3]
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]  # the inputs that vLLM reads
     record = json.loads((made / "draft.json").read_text())
     print(json.dumps(record, indent=1))
     assert record["draft"]["layers"] == [0, 2, 3] and record["command"].startswith("python convert/make_draft.py")

@@ -37,7 +37,8 @@ def save_checkpoint(training: HeadTraining, main: MainModel, layers: list[int], 
 def save_config(training: HeadTraining, layers: list[int], folder: Path) -> None:
     config = {**training.config.to_diff_dict(), **{name: getattr(training.config, name) for name in WRITTEN}}
     read = {"eagle_aux_hidden_state_layer_ids": layers, "use_aux_hidden_state": True}
-    config |= {"torch_dtype": "float32", "eagle_config": read}
+    config |= {"torch_dtype": "float32", "eagle_config": read}  # read by SGLang
+    config |= {"eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in layers]}  # by vLLM, which counts inputs
     atomic_write(folder / "config.json", json.dumps(config, indent=2, sort_keys=True))
 
 
