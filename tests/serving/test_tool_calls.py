@@ -181,6 +181,25 @@ def test_call_is_streamed_incrementally():
     assert parser.feed("box>") == [Text("<toolbox>")]
 
 
+TWO = '{{"name": "add", "{0}": {{"a": 1}}}}', '{{"name": "add", "{0}": {{"a": 2}}}}'
+
+
+@pytest.mark.parametrize("form", [HERMES, MISTRAL, GENERIC])
+@pytest.mark.parametrize("forced", [True, False])
+@pytest.mark.parametrize("multiple", [True, False])
+def test_truncated_call_after_another_leaves_no_text(form, forced, multiple):
+    """Nor does a truncated first call if calls are forced."""
+    first, second = (f"{form.around[0]}{call.format(form.arguments)}{form.around[1]}" for call in TWO)
+    begin, between = len(form.frame[0] + first), len(form.separator + form.around[0] + "{")
+    text = f"{form.frame[0]}{first}{form.separator}{second}{form.frame[1]}"
+    for length in range(0 if forced else begin, len(text) + 1):
+        parser = ToolParser(form, NAMES, multiple, forced)
+        events = parser.feed(text[:length]) + parser.end()
+        assert not [event for event in events if isinstance(event, Text)], text[:length]
+        assert multiple or parser.drops_calls or length < begin + between
+    assert parser.calls == 2 and sum(isinstance(event, Call) for event in events) == 1 + multiple
+
+
 def test_truncated_call_keeps_partial_arguments():
     assert parse(HERMES, '<tool_call>{"name": "add", "arguments": {"a": 1, "b') == ("", [("add", '{"a": 1, "b')])
 

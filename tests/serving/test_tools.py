@@ -199,8 +199,9 @@ def test_several_calls_can_be_forced(client):
 
 
 def test_truncated_call_has_finish_reason_length(client):
-    (answer,) = client.chat.completions.create(**request_params(tool_choice=NAMED, max_tokens=20)).choices
-    assert answer.finish_reason == "length"
+    for max_tokens in (8, 20):  # before the arguments, and in them
+        (answer,) = client.chat.completions.create(**request_params(tool_choice=NAMED, max_tokens=max_tokens)).choices
+        assert answer.finish_reason == "length" and not answer.message.content
 
 
 def test_answer_follows_response_format_or_calls_a_tool(client):

@@ -73,6 +73,11 @@ class ChatCompletionRequest(BaseRequest):
         return [] if self.tool_choice == "none" else self.tools
 
     @property
+    def forces_calls(self) -> bool:
+        """Whether the model must call tools."""
+        return self.tool_choice not in ("none", "auto")
+
+    @property
     def limit_name(self) -> str:
         return "max_completion_tokens" if self.max_completion_tokens else "max_tokens"
 
@@ -90,13 +95,15 @@ class ChatCompletionRequest(BaseRequest):
             text_schema = answer_schema if self.tool_choice == "auto" else None
             tag = forced_calls_tag(tool_format, functions, multiple, text_schema)
             config = StructuredOutputConfig(structural_tags_config=tag)
-            return Structure("tools", config, forces_calls=self.tool_choice != "auto")
+            return Structure("tools", config, forces_calls=self.forces_calls)
         return (self.response_format and self.response_format.structure) or super().structure(tool_format)
 
     def tool_parser(self, tool_format: ToolFormat | None) -> ToolParser | None:
         """A parser of the tool calls in a text."""
         names = {tool.function.name for tool in self.callable_tools}
-        return ToolParser(tool_format, names, self.parallel_tool_calls is not False) if tool_format and names else None
+        if not tool_format or not names:
+            return None
+        return ToolParser(tool_format, names, self.parallel_tool_calls is not False, self.forces_calls)
 
     def history(self, tool_format: ToolFormat | None) -> ChatHistory:
         """The messages, tools and variables, as input of a chat template."""

@@ -115,12 +115,12 @@ Event = Text | Call | Arguments
 class ToolParser:
     """Finds the calls of functions called `names` in one text. A call is recognised once its name and the beginning of
     its arguments have been read; the arguments are then passed on piece by piece, valid or not. All else is text.
-    Unless `multiple`, the calls after the first are dropped."""
+    Unless `multiple`, the calls after the first are dropped. If calls are `forced`, there is nothing else to find."""
 
-    def __init__(self, tool_format: ToolFormat, names: Set[str], multiple: bool = True):
+    def __init__(self, tool_format: ToolFormat, names: Set[str], multiple: bool = True, forced: bool = False):
         self.calls = 0  # so far
         self.drops_calls = False  # whether the text so far ends in a call that is dropped
-        self._allow_multiple = multiple
+        self._allow_multiple, self._forced = multiple, forced
         self._format = tool_format
         self._names = names
         self._rest = ""  # text that was fed but not yet passed on
@@ -141,12 +141,15 @@ class ToolParser:
                 return events
 
     def end(self) -> list[Event]:
-        """The events after the last piece."""
-        is_complete = self._parse_state in (self._arguments, self._after_arguments, self._other_keys)
-        is_complete |= self._parse_state == self._between and self.calls > self._first_call
-        rest = "" if is_complete or (self.calls and not self._rest.strip(SPACE)) else self._rest
-        self._rest = ""
-        return list(filter(self._is_kept, [Text(rest)] if rest else []))
+        """The events after the last piece. The beginning of a call is text only if it may be an answer: if there are no
+        calls before it, and none are forced."""
+        in_call = self._parse_state not in (self._begin, self._text)
+        is_dropped = self._forced or (self.calls and (in_call or self._only_space))
+        rest, self._rest = "" if is_dropped else self._rest, ""
+        begins_call = self._parse_state in (self._call, self._unordered_call)
+        begins_call |= self._parse_state == self._between and self.calls == self._first_call
+        self.drops_calls |= begins_call and self.calls > 0 and not self._allow_multiple
+        return [Text(rest)] if rest else []
 
     def _is_kept(self, event: Event) -> bool:
         self.drops_calls = not self._allow_multiple and not isinstance(event, Text) and event.number > 0
