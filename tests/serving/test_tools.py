@@ -160,7 +160,8 @@ def test_forced_calls_are_valid_in_each_format(api, client, monkeypatch, form):
     for choice, temperature in (("required", 1.5), (NAMED, 0)):
         params = request_params(tool_choice=choice, parallel_tool_calls=False, temperature=temperature, seed=1)
         (answer,) = client.chat.completions.create(**params).choices
-        assert answer.finish_reason == "tool_calls" and answer.message.content is None
+        assert answer.finish_reason == ("stop" if choice == NAMED else "tool_calls")  # as OpenAI and vLLM
+        assert answer.message.content is None
         (name,) = checked(answer.message.tool_calls)
         assert choice == "required" or name == "weather"
 

@@ -73,6 +73,11 @@ class ChatCompletionRequest(BaseRequest):
         return [] if self.tool_choice == "none" else self.tools
 
     @property
+    def names_tool(self) -> bool:
+        """Whether the request names the tool to call."""
+        return isinstance(self.tool_choice, NamedTool)
+
+    @property
     def forces_calls(self) -> bool:
         """Whether the model must call tools."""
         return self.tool_choice not in ("none", "auto")

@@ -75,11 +75,12 @@ class ChoiceBuilder:
 
 
 class ChatChoiceBuilder(ChoiceBuilder):
-    """Builds one choice of a chat completion, in which `parser` finds reasoning and tool calls."""
+    """Builds one choice of a chat completion, in which `parser` finds reasoning and tool calls. `names_tool`: the
+    request names the tool to call."""
 
-    def __init__(self, index: int, parser: AnswerParser):
+    def __init__(self, index: int, parser: AnswerParser, names_tool: bool = False):
         super().__init__(index)
-        self._parser = parser
+        self._parser, self._names_tool = parser, names_tool
 
     def full_choice(self, generation: GenerationResult) -> dict:
         content, reasoning, calls = "", "", []
@@ -130,7 +131,9 @@ class ChatChoiceBuilder(ChoiceBuilder):
         if not self._parser.calls:
             return finish_reason
         is_complete = finish_reason == "stop" or self._parser.drops_calls  # the tool calls that are kept are complete
-        return "tool_calls" if is_complete else finish_reason
+        if not is_complete:
+            return finish_reason
+        return "stop" if self._names_tool else "tool_calls"  # as OpenAI and vLLM
 
     _logprobs = staticmethod(chat_logprobs)
 
@@ -155,8 +158,8 @@ class ResponseBuilder:
         self._chat = isinstance(request, ChatCompletionRequest)
         number = request.num_prompts * request.choices_per_prompt
         self.choices: Sequence[ChoiceBuilder] = (
-            [ChatChoiceBuilder(index, parser) for index, parser in enumerate(parsers)]
-            if self._chat
+            [ChatChoiceBuilder(index, parser, request.names_tool) for index, parser in enumerate(parsers)]
+            if isinstance(request, ChatCompletionRequest)
             else [ChoiceBuilder(index) for index in range(number)]
         )
         for choice, echo in zip(self.choices, echoes, strict=False):
