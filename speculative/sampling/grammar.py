@@ -46,6 +46,10 @@ MAX_PROPERTIES = 1000  # of an object of a JSON schema, likewise
 MAX_MULTIPLE = 1000  # the least common multiple of all multipleOf: each remainder is a state
 MAX_LEXER_STATES = 20_000  # kept as long as the grammar, 1 to 2 kB each
 LEXER_FUEL = 200_000  # to compile; llguidance's default is 1,000,000, which takes seconds
+# Those that llguidance follows; it refuses others, which JSON Schema counts as annotations.
+FORMATS = ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid")
+INSTANCES = ("const", "default", "enum", "examples")  # keywords of a JSON schema whose values are no schemas
+NAMED_SCHEMAS = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")  # schemas by name
 STACK = 256 << 20  # bytes: llguidance overflows 8 MB on long chains of rules or references, which ends the process
 _stack_size_lock = threading.Lock()  # the size is that of all new threads of the process
 MAX_ERROR = 200  # characters of an error message
@@ -471,11 +475,30 @@ def _schema(source: str) -> object:
         schema = json.loads(source, object_hook=check)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    _drop_unknown_formats(schema)
     scale = math.lcm(*(number.denominator for number in multiples))
     common = math.lcm(*(int(number * scale) for number in multiples))
     if common > MAX_MULTIPLE:
         raise ValueError(f"the least common multiple of all multipleOf is above {MAX_MULTIPLE:,} of their digits")
     return schema
+
+
+def _drop_unknown_formats(schema: object) -> None:
+    """Remove each `format` that llguidance does not know from a parsed JSON schema, which may be nested deeply."""
+    parts = [(schema, False)]  # and whether the keys are names
+    while parts:
+        part, has_names = parts.pop()
+        if isinstance(part, list):
+            parts += [(element, False) for element in part]
+        elif isinstance(part, dict):
+            name = None if has_names else part.get("format")
+            if isinstance(name, str) and name not in FORMATS:
+                del part["format"]
+            parts += [
+                (value, key in NAMED_SCHEMAS and not has_names)
+                for key, value in part.items()
+                if has_names or key not in INSTANCES
+            ]
 
 
 def _on_large_stack(build: Callable[[], "LLMatcher"]) -> "LLMatcher":

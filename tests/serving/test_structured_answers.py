@@ -70,6 +70,13 @@ def test_schema_can_set_whitespace_options(api):
         assert re.fullmatch(expected, text(ask(api, response_format=of_schema(schema))))
 
 
+def test_formats_that_no_grammar_checks_are_ignored(api):
+    """Pydantic's schemas of Path, SecretStr and bytes have them."""
+    values = {name: {"type": "string", "format": name, "maxLength": 3} for name in ("path", "password", "binary")}
+    schema = {"type": "object", "properties": values, "required": [*values], "additionalProperties": False}
+    jsonschema.validate(json.loads(text(ask(api, response_format=of_schema(schema)))), schema)
+
+
 def test_json_object_format_returns_json_object(api):
     assert isinstance(json.loads(text(ask(api, response_format={"type": "json_object"}))), dict)
 

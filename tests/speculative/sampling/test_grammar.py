@@ -232,3 +232,32 @@ def test_tokenizer_is_read_only_for_the_first_grammar():
 
 def test_nothing_allowed_is_a_value_error():
     assert issubclass(NothingAllowed, ValueError)
+
+
+OTHER_FORMATS = ["binary", "byte", "double", "float", "idn-email", "idn-hostname", "int32", "int64", "iri",
+                 "iri-reference", "json-pointer", "password", "path", "regex", "relative-json-pointer",
+                 "uri-reference", "uri-template"]  # fmt: skip
+
+
+def test_formats_are_those_of_llguidance():
+    from llguidance import LLMatcher
+
+    schemas = {name: {"type": "string", "format": name} for name in [*grammar.FORMATS, *OTHER_FORMATS]}
+    problems = {
+        name: LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
+        for name, schema in schemas.items()
+    }
+    assert [name for name, problem in problems.items() if not problem] == list(grammar.FORMATS)
+
+
+def test_unknown_format_of_json_schema_is_an_annotation():
+    """In every subschema, but not in instances, nor in a property of that name."""
+    path, uuid = {"type": "string", "format": "path"}, {"type": "string", "format": "uuid"}
+    names = ["format", "const", "default", "enum", "examples", "properties"]
+
+    def schema(part):
+        instances = {"const": path, "default": path, "enum": [path], "examples": [path]}
+        nested = {"items": part, "anyOf": [part, uuid], "$defs": {"properties": part, "x": {"properties": {"y": part}}}}
+        return {"properties": dict.fromkeys(names, part), **instances, **nested, "format": part}
+
+    assert grammar._schema(json.dumps(schema(path))) == schema({"type": "string"})
