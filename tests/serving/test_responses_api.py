@@ -133,6 +133,11 @@ def test_parameters_without_effect_are_accepted(api, more):
         ({"background": True}, "background", "only false is supported"),
         ({"tools": [{"type": "web_search", "name": "x"}]}, "tools[0].type", "'function'"),
         ({"tools": [{"type": "function", "name": "f"}] * 2}, "tools", "the same name"),
+        (
+            {"tools": [{"type": "function", "name": "f", "parameters": {"not": {}}}], "tool_choice": "required"},
+            "tools[0].parameters",
+            "not",
+        ),
         ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
         ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "not among the tools"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format", "schema is required"),

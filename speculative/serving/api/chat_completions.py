@@ -28,6 +28,7 @@ class ChatCompletionRequest(BaseRequest):
 
     prompt_name: ClassVar[str] = "messages"
     effort_name: ClassVar[str] = "reasoning_effort"
+    parameters_name: ClassVar[str] = "tools[{}].function.parameters"
 
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1)
     logprobs: bool | None = None
@@ -94,13 +95,14 @@ class ChatCompletionRequest(BaseRequest):
         answer_schema = self.response_format.schema_text if self.response_format else None
         if tool_format and self.callable_tools and (answer_schema or self.tool_choice != "auto"):
             chosen_name = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
-            functions = {tool.function.name: tool.function.schema_text for tool in self.callable_tools}
-            functions = {name: schema for name, schema in functions.items() if chosen_name in (None, name)}
+            tools = {i: tool.function for i, tool in enumerate(self.tools) if chosen_name in (None, tool.function.name)}
+            functions = {function.name: function.schema_text for function in tools.values()}
             multiple = not chosen_name and self.parallel_tool_calls is not False
             text_schema = answer_schema if self.tool_choice == "auto" else None
             tag = forced_calls_tag(tool_format, functions, multiple, text_schema)
             config = StructuredOutputConfig(structural_tags_config=tag)
-            return Structure("tools", config, forces_calls=self.forces_calls)
+            parts = [Structure.of_schema(self.parameters_name.format(i), tools[i].schema_text) for i in tools]
+            return Structure("tools", config, self.forces_calls, tuple(parts))
         return (self.response_format and self.response_format.structure) or super().structure(tool_format)
 
     def tool_parser(self, tool_format: ToolFormat | None) -> ToolParser | None:

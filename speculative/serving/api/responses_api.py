@@ -260,6 +260,7 @@ class ResponsesChat(ChatCompletionRequest):
 
     prompt_name: ClassVar[str] = "input"
     effort_name: ClassVar[str] = "reasoning.effort"
+    parameters_name: ClassVar[str] = "tools[{}].parameters"
 
     @property
     def limit_name(self) -> str:

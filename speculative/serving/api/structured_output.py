@@ -26,6 +26,7 @@ class Structure(NamedTuple):
     parameter: str
     config: StructuredOutputConfig
     forces_calls: bool = False  # of tools: nothing else is allowed
+    parts: "tuple[Structure, ...]" = ()  # the schemas in it, with their own parameters
 
     def after_reasoning(self, opening: str) -> "Structure":
         """The constraint on the answer alone, after free reasoning, which `opening` opens (`ReasoningFormat.opening`).
@@ -36,6 +37,10 @@ class Structure(NamedTuple):
             reasoning = Tags.Union([reasoning, Tags.ConstString("")])
         tag = Tags.Concat([reasoning, self._tag])
         return self._replace(config=StructuredOutputConfig(structural_tags_config=tag))
+
+    @classmethod
+    def of_schema(cls, parameter: str, schema: str) -> "Structure":
+        return cls(parameter, StructuredOutputConfig(json_schema=schema))
 
     @property
     def _tag(self) -> Any:
@@ -103,7 +108,7 @@ class ResponseFormat(ApiObject):
     def structure(self) -> Structure | None:
         parameter = "response_format.json_schema.schema" if self.json_schema else "response_format"
         text = self.schema_text
-        return Structure(parameter, StructuredOutputConfig(json_schema=text)) if text else None
+        return Structure.of_schema(parameter, text) if text else None
 
 
 class StructuredOutputs(ApiObject):
@@ -133,4 +138,4 @@ class StructuredOutputs(ApiObject):
             return Structure("structured_outputs.choice", StructuredOutputConfig(regex=regex))
         kind = "json_object" if self.json_ is None else "json"
         schema = JSON_OBJECT if self.json_ is None else self.json_
-        return Structure(f"structured_outputs.{kind}", StructuredOutputConfig(json_schema=with_whitespace(schema)))
+        return Structure.of_schema(f"structured_outputs.{kind}", with_whitespace(schema))

@@ -286,11 +286,15 @@ class Endpoint:
 
     async def _compile_grammar(self, structure: Structure) -> Grammar:
         """The grammar of a request. It stays compiled for the decoder as long as it is referenced."""
+        return await asyncio.get_running_loop().run_in_executor(self._encoding, self._compile, structure)
+
+    def _compile(self, structure: Structure) -> Grammar:
         assert self.engine.decoder.grammars  # as there is a tokenizer
         try:
-            compile_grammar = self.engine.decoder.grammars.compile
-            return await asyncio.get_running_loop().run_in_executor(self._encoding, compile_grammar, structure.config)
+            return self.engine.decoder.grammars.compile(structure.config)
         except ValueError as error:
+            for part in structure.parts:
+                self._compile(part)  # raises ApiError for the one that is invalid
             problem = str(error).partition(" is invalid: ")[2] or str(error)
             message = f"{structure.parameter}: is invalid or not supported: {problem}."
             raise ApiError(400, message, "invalid_request", structure.parameter) from None
