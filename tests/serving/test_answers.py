@@ -102,6 +102,20 @@ def test_streaming_interleaves_chunks_of_all_choices(api, body):
     assert order != sorted(order)
 
 
+@pytest.mark.parametrize("body", [ONE, CHAT], ids=["completions", "chat"])
+def test_chunks_have_the_usage_of_their_choice_so_far(api, body):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    params = {**body, "temperature": 1, "seed": 7, "n": 2, "max_tokens": 30, "ignore_eos": True}
+    *chunks, last = streamed(api, {**params, "stream_options": options})
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {last["usage"]["prompt_tokens"]}
+    for index in range(2):
+        own = [chunk["usage"] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        counts = [usage["completion_tokens"] for usage in own]
+        assert counts == sorted(counts) and counts[-1] == 30
+        assert all(usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"] for usage in own)
+    assert last["usage"]["completion_tokens"] == 60
+
+
 def test_list_of_prompts_returns_n_choices_per_prompt(api):
     params = {**ONE, "temperature": 1, "seed": 7, "n": 2}
     prompts = ["def f(", "class A:", "import "]

@@ -167,15 +167,17 @@ def test_response_separates_reasoning(api, decoder, variables):
 
 def test_stream_has_deltas_of_reasoning_before_those_of_content(client, api):
     params = {"model": "embedded", "messages": [HI], "temperature": 0, "max_tokens": 60}
-    chunks = list(client.chat.completions.create(stream=True, stream_options={"include_usage": True}, **params))
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(client.chat.completions.create(stream=True, stream_options=options, **params))
     deltas = [chunk.choices[0].delta.model_dump(exclude_unset=True) for chunk in chunks if chunk.choices]
     message, usage = choice(ask(api))["message"], ask(api).json()["usage"]
     for name in ("reasoning_content", "content"):
         assert "".join(delta.get(name, "") for delta in deltas) == message[name]
     kinds = [name for delta in deltas for name in delta if delta[name] and name != "role"]
     assert kinds == sorted(kinds, reverse=True) and {*kinds} == {"reasoning_content", "content"}
-    details = chunks[-1].usage.completion_tokens_details
-    assert details.reasoning_tokens == usage["completion_tokens_details"]["reasoning_tokens"]
+    counts = [chunk.usage.completion_tokens_details.reasoning_tokens for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] == usage["completion_tokens_details"]["reasoning_tokens"]
+    assert all(chunk.usage.completion_tokens >= count for chunk, count in zip(chunks, counts, strict=True))
 
 
 def test_benchmark_counts_reasoning_as_text(api):

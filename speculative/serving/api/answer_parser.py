@@ -18,6 +18,7 @@ class AnswerParser:
         prompt: np.ndarray | None = None,
     ):
         self._tools, self._format = tools, reasoning
+        self._reasoning_tokens: int | None = None
         self._reasoning = ReasoningParser(reasoning.opening(prompt) if reasoning and prompt is not None else None)
 
     def feed(self, piece: str) -> list[Event | Reasoning]:
@@ -30,7 +31,13 @@ class AnswerParser:
 
     def count_reasoning(self, tokens: list[int]) -> int:
         """The number of the text's `tokens` that are reasoning."""
-        return self._format.count_tokens(tokens) if self._format and self._reasoning.found else 0
+        if not self._format or not self._reasoning.found:
+            return 0
+        if self._reasoning.is_open:
+            return len(tokens)
+        if self._reasoning_tokens is None:  # counted once, as each chunk of a stream may report them
+            self._reasoning_tokens = self._format.count_tokens(tokens)
+        return self._reasoning_tokens
 
     @property
     def calls(self) -> int:

@@ -37,6 +37,7 @@ STOPS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "stri
 
 class StreamOptions(ApiObject):
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # vLLM's extension: with `include_usage`, the usage of a choice in its chunks
     include_draft_tokens: bool = False  # an extension: `speculation` in each chunk (token_sources.py)
     include_obfuscation: bool | None = None  # accepted, but nothing is obfuscated
 

@@ -77,6 +77,11 @@ class ReasoningParser:
             self._text if opening is None else self._reasoning if self.found else self._begin
         )
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the text so far is reasoning that has not ended."""
+        return self.found and self._parse_state == self._reasoning
+
     def feed(self, piece: str) -> list[Text | Reasoning]:
         """The events that this piece of the text completes."""
         self._rest += piece

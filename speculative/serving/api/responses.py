@@ -164,7 +164,9 @@ class ResponseBuilder:
         )
         for choice, echo in zip(self.choices, echoes, strict=False):
             choice.echo = echo
-        self._include_usage = bool(request.stream_options and request.stream_options.include_usage)
+        options = request.stream_options
+        self._include_usage = bool(options and options.include_usage)
+        self._continuous_usage = bool(options and options.continuous_usage_stats)
         self._head = {
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -265,8 +267,20 @@ class ResponseBuilder:
         choice.pending_logprobs += choice.tokens.take(job.result, text, last)
 
     def _chunks(self, choices: Iterable[dict]) -> bytes:
-        usage = {"usage": None} if self._include_usage else {}
-        return b"".join(self._event({**self._chunk_head(), "choices": [choice], **usage}) for choice in choices)
+        return b"".join(
+            self._event({**self._chunk_head(), "choices": [choice], **self._chunk_usage(choice["index"])})
+            for choice in choices
+        )
+
+    def _chunk_usage(self, index: int) -> dict:
+        """The field `usage` of a chunk of choice `index`."""
+        if not self._include_usage:
+            return {}
+        if not self._continuous_usage:
+            return {"usage": None}
+        job = self._jobs[index]
+        reasoning = self.choices[index].count_reasoning(job.result.tokens) if job.request else 0
+        return {"usage": usage([job], 1, reasoning)}
 
     def _chunk_head(self) -> dict:
         return {**self._head, "object": "chat.completion.chunk" if self._chat else "text_completion"}
@@ -281,7 +295,7 @@ def usage(jobs: Sequence[GenerationHandle], texts: int, reasoning_tokens: int) -
 
     `completion_tokens` excludes rejected draft tokens, which are not part of the output.
     """
-    generations, first = [job.result for job in jobs], jobs[::texts]
+    generations, first = [job.result for job in jobs if job.request], jobs[::texts]  # those in the batch so far
     prompt_tokens = sum(len(job.prompt) for job in first)
     completion_tokens = sum(len(generation.tokens) for generation in generations)
     accepted = sum(sum(generation.from_draft) for generation in generations)
