@@ -87,6 +87,15 @@ def test_openai_stream_helper_returns_the_response(client):
         assert stream.get_final_response().output_text == text != ""
 
 
+def test_response_returns_the_labels_of_the_request(client):
+    labels = {"metadata": {"session": "7"}, "user": "u", "safety_identifier": "s", "prompt_cache_key": "k",
+              "max_tool_calls": 3, "service_tier": "default"}  # fmt: skip
+    response = client.responses.create(input=QUESTION, **labels, **PARAMS)
+    streamed = [*client.responses.create(input=QUESTION, stream=True, **labels, **PARAMS)]
+    for found in (response, streamed[0].response, streamed[-1].response):
+        assert {name: getattr(found, name) for name in labels} == labels
+
+
 class Verdict(BaseModel):
     language: Literal["Python", "C"]
     is_class: bool
@@ -131,6 +140,8 @@ def test_parameters_without_effect_are_accepted(api, more):
         ({"max_output_tokens": 401}, "max_output_tokens", "at most 400 are allowed"),
         ({"max_tokens": 5}, "max_tokens", "unknown parameter"),
         ({"background": True}, "background", "only false is supported"),
+        ({"metadata": {"a": 1}}, "metadata", "values are strings"),
+        ({"metadata": {str(i): "a" for i in range(17)}}, "metadata", "at most 16 values are allowed, not 17"),
         ({"tools": [{"type": "web_search", "name": "x"}]}, "tools[0].type", "'function'"),
         ({"tools": [{"type": "function", "name": "f"}] * 2}, "tools", "the same name"),
         (

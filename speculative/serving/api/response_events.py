@@ -41,12 +41,16 @@ class ResponsesBuilder:
             "incomplete_details": None,
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
-            "metadata": {},
+            "max_tool_calls": request.max_tool_calls,
+            "metadata": request.metadata,
             "model": model,
             "output": [],
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
+            "prompt_cache_key": request.prompt_cache_key,
             "reasoning": {"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
+            "safety_identifier": request.safety_identifier,
+            "service_tier": request.service_tier,
             "store": False,
             "temperature": 1.0 if request.temperature is None else request.temperature,
             "text": {"format": text_format or {"type": "text"}},
@@ -55,6 +59,7 @@ class ResponsesBuilder:
             "top_p": 1.0 if request.top_p is None else request.top_p,
             "truncation": "disabled",
             "usage": None,
+            "user": request.user,
         }
 
     def full_response(self) -> dict:

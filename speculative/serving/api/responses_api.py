@@ -69,6 +69,8 @@ REASONING = {
 }
 ITEMS = {"type": "array", "items": {"anyOf": [MESSAGE, CALL, CALL_OUTPUT, REASONING]}, "minItems": 1}
 INPUT = {"anyOf": [{"type": "string"}, ITEMS]}
+MAX_METADATA = 16
+METADATA = {"type": "object", "additionalProperties": {"type": "string"}, "maxProperties": MAX_METADATA}
 NAMED = {
     "type": "object",
     "properties": {"type": {"const": "function"}, "name": {"type": "string"}},
@@ -218,6 +220,15 @@ def validate_tool_choice(choice: Any) -> Any:
     return NamedFunction.model_validate(choice)
 
 
+def validate_metadata(metadata: Any) -> Any:
+    """Validate metadata, with one error for all of them."""
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("should be an object whose values are strings")
+    if len(metadata) > MAX_METADATA:
+        raise ValueError(f"at most {MAX_METADATA} values are allowed, not {len(metadata)}")
+    return metadata
+
+
 class TextFormat(ApiObject):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -279,14 +290,9 @@ class ResponsesRequest(ApiObject):
     no_effect: ClassVar[dict[str, tuple]] = {
         "background": (False,),
         "include": ([], ["reasoning.encrypted_content"]),  # reasoning is returned as text
-        "max_tool_calls": LABEL,  # of OpenAI's own tools, which are not served
-        "metadata": LABEL,
         "prompt_cache_retention": LABEL,
-        "safety_identifier": LABEL,
-        "service_tier": LABEL,
         "top_logprobs": (0,),
         "truncation": ("disabled",),
-        "user": LABEL,
     }
 
     model: str
@@ -309,6 +315,12 @@ class ResponsesRequest(ApiObject):
     store: bool | None = None
     previous_response_id: str | None = None
     prompt_cache_key: str | None = None
+    # returned, but without effect
+    metadata: Annotated[dict[str, str], BeforeValidator(validate_metadata), WithJsonSchema(METADATA)] = Field({})
+    user: str | None = None
+    safety_identifier: str | None = None
+    max_tool_calls: int | None = Field(None, ge=1, le=2**31)  # of OpenAI's own tools, which are not served
+    service_tier: str | None = None
     # extensions
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     top_k: TopK = None

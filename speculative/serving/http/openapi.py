@@ -308,12 +308,16 @@ class ResponseObject(Schema):
     incomplete_details: IncompleteDetails | None
     instructions: str | None
     max_output_tokens: int | None
+    max_tool_calls: int | None
     metadata: dict[str, str]
     model: str
     output: list[OutputMessage | OutputReasoning | OutputCall]
     parallel_tool_calls: bool
     previous_response_id: None
+    prompt_cache_key: str | None
     reasoning: ResponseReasoning
+    safety_identifier: str | None
+    service_tier: str | None
     store: Literal[False]
     temperature: float
     text: ResponseText
@@ -322,6 +326,7 @@ class ResponseObject(Schema):
     top_p: float
     truncation: Literal["disabled"]
     usage: ResponseUsage | None
+    user: str | None
 
 
 class ResponseEvent(BaseModel):
