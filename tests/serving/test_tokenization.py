@@ -1,6 +1,9 @@
 """/tokenize and /detokenize: the prompt tokens of a request, and the text of tokens."""
 
+import shutil
+
 import httpx
+import openvino_genai
 import pytest
 
 from speculative import batch_decoder
@@ -58,6 +61,24 @@ def test_detokenize_keeps_special_tokens(api):
     answer = post(api, "/tokenize", {"messages": MESSAGES}).json()
     text = post(api, "/detokenize", {"tokens": answer["tokens"]}).json()["prompt"]
     assert text == "<|user|>Write a stack.<|assistant|>" and answer["token_strs"] is None
+
+
+@pytest.mark.parametrize("drops", [True, False])
+def test_incomplete_characters_are_replaced(api, decoder, monkeypatch, tmp_path, drops):
+    """The detokenizer of SmolLM2, for example, drops them."""
+    folder = tmp_path / "main"
+    shutil.copytree(DRAFT, folder)
+    detokenizer = folder / "openvino_detokenizer.xml"
+    mode = 'replace_mode="{}"'.format
+    text = detokenizer.read_text(encoding="utf-8")
+    assert mode("true") in text
+    detokenizer.unlink()
+    detokenizer.write_text(text.replace(mode("true"), mode("false")) if drops else text, encoding="utf-8")
+    monkeypatch.setattr(decoder, "tokenizer", openvino_genai.Tokenizer(str(folder)))
+    tokens = post(api, "/tokenize", {"prompt": "é 😀"}).json()["tokens"]
+    special = post(api, "/tokenize", {"prompt": "<|assistant|>"}).json()["tokens"]
+    cut = [*tokens[:-1], *special, *tokens]
+    assert post(api, "/detokenize", {"tokens": cut}).json()["prompt"] == "é \ufffd<|assistant|>é 😀"
 
 
 def test_empty_text_has_no_tokens(api):

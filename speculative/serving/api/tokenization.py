@@ -7,6 +7,7 @@ from openvino_genai import ChatHistory, Tokenizer
 from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema, model_validator
 
 from speculative.batch_decoder import BatchDecoder
+from speculative.models import vocabulary
 from speculative.sequence.prompt import TextTooLong, encode_text
 from speculative.serving.api.api_object import ApiObject
 from speculative.serving.api.errors import ApiError, prompt_too_long
@@ -86,4 +87,22 @@ def detokenize(decoder: BatchDecoder, request: DetokenizeRequest) -> dict:
         message = f"tokens: the ids of the model's tokens range from 0 to {last}, but one is not among them."
         raise ApiError(400, message, "invalid_request", "tokens")
     assert decoder.tokenizer  # a server has one
-    return {"prompt": decoder.tokenizer.decode(request.tokens, skip_special_tokens=False) if request.tokens else ""}
+    return {"prompt": _decode(decoder.tokenizer, request.tokens) if request.tokens else ""}
+
+
+def _decode(tokenizer: Tokenizer, tokens: list[int]) -> str:
+    """The text of the tokens, with U+FFFD for incomplete characters, which the detokenizer may drop, together with a
+    space before them."""
+    text = tokenizer.decode(tokens, skip_special_tokens=False)
+    replaced = b"".join(_pieces(tokenizer).get(token, b"") for token in tokens).decode(errors="replace")
+    if replaced.count("\ufffd") <= text.count("\ufffd"):
+        return text
+    first = tokenizer.decode(tokens[:1], skip_special_tokens=False)  # SentencePiece's leaves out the space before it
+    return replaced.removeprefix(" ") if first and not first.startswith(" ") else replaced
+
+
+@functools.lru_cache(maxsize=1)
+def _pieces(tokenizer: Tokenizer) -> dict[int, bytes]:
+    """What each token adds to a text; empty if the detokenizer does not name its tokens."""
+    vocab = vocabulary.of(tokenizer)
+    return vocab.tokens() if vocab else {}
