@@ -63,6 +63,17 @@ def test_output_can_be_sent_back_as_input(client):
     assert second.output_text == chat(client, messages).choices[0].message.content
 
 
+def test_refusal_in_input_is_text(client):
+    answers = [
+        {"role": "assistant", "content": content} for content in ("No.", [{"type": "refusal", "refusal": "No."}])
+    ]
+    outputs = [
+        client.responses.create(input=[answer, {"role": "user", "content": "Hi"}], **PARAMS) for answer in answers
+    ]
+    assert outputs[0].output_text == outputs[1].output_text
+    assert outputs[0].usage.input_tokens == outputs[1].usage.input_tokens
+
+
 def test_stream_events_follow_the_api_order(client):
     whole = client.responses.create(input=QUESTION, **PARAMS)
     events = list(client.responses.create(input=QUESTION, stream=True, **PARAMS))
@@ -128,8 +139,17 @@ def test_parameters_without_effect_are_accepted(api, more):
         ({"input": []}, "input", "send a message"),
         ({"input": None}, "input", "is required"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input", "item 0.role: "),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "item 0.type: "),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "part 0.type: "),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "item 0.type: this server stores no items"),
+        (
+            {"input": [{"type": "web_search_call", "id": "x"}]},
+            "input",
+            "item 0.type: is 'web_search_call', but only message, reasoning, function_call, function_call_output are",
+        ),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input",
+            "part 0.type: is 'input_image', but only 'input_text' or 'output_text' is supported",
+        ),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input", "item 0.call_id: is required"),
         (
             {"input": [{"type": "function_call", "call_id": "1", "name": "f", "index": 0}]},

@@ -106,8 +106,12 @@ CACHED = {"role": "user", "content": [{"type": "text", "text": "again", "cache_c
                                "function_call": None, "reasoning_content": None, "refusal": None}, HI]},
             {"messages": [HI, {"role": "assistant", "content": ""}, HI]},
         ),
+        (
+            {"messages": [HI, {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}, HI]},
+            {"messages": [HI, {"role": "assistant", "content": "No."}, HI]},
+        ),
     ],
-    ids=["litellm", "vllm", "openai", "empty assistant message"],
+    ids=["litellm", "vllm", "openai", "empty assistant message", "refusal"],
 )  # fmt: skip
 def test_parameters_without_effect_are_accepted(api, sent, same):
     base = {"model": "embedded", "max_tokens": 5, "temperature": 0}
@@ -144,7 +148,10 @@ REFUSED = [
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]", "tool_call_id"),
     ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role", "'user'"),
     ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "required"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "part 0"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+     "messages[0].content", "part 0 is not a text part: type: is 'image_url', but only 'text' is supported"),
+    ({"messages": [HI], "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice.type",
+     "is 'allowed_tools', but only 'function' is supported"),
     ({"messages": [0, 0, 0]}, "messages[0]", "object"),
     ({"messages": []}, "messages", "messages: should have at least 1 item."),
     ({"messages": [HI], "bad_words": ["x"]}, "bad_words", "only [] is supported: omit it"),
@@ -155,7 +162,7 @@ REFUSED = [
     ({"messages": [HI], "temperatur": 1, "other": 2}, "temperatur", "unknown parameter"),
     ({"messages": [HI], "repetition_penalty": 1e-38}, "repetition_penalty", "0.01"),
     ({"messages": [HI], "stream": True, "stream_options": {"include_usag": True}}, "stream_options.include_usag", ""),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("params", "param", "words"), REFUSED, ids=[param for _, param, _ in REFUSED])

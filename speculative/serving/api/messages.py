@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, FailFast, ValidationError, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, FailFast, Field, ValidationError, WithJsonSchema, model_validator
 
 from speculative.serving.api.api_object import LABEL, ApiObject
 from speculative.serving.api.errors import describe_error
@@ -13,7 +13,13 @@ TEXT_PART = {
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
     "required": ["type", "text"],
 }
-TEXT_OR_PARTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": TEXT_PART}]}
+REFUSAL_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "refusal"}, "refusal": {"type": "string"}},
+    "required": ["type", "refusal"],
+}
+PARTS = {"type": "array", "items": {"anyOf": [TEXT_PART, REFUSAL_PART]}}
+TEXT_OR_PARTS = {"anyOf": [{"type": "string"}, PARTS]}
 
 
 class TextPart(ApiObject):
@@ -23,6 +29,17 @@ class TextPart(ApiObject):
     text: str
 
 
+class RefusalPart(ApiObject):
+    """A part of an answer of OpenAI's models, whose text the chat template gets like that of others."""
+
+    type: Literal["refusal"]
+    text: str = Field(alias="refusal")
+
+
+def is_refusal(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "refusal"
+
+
 def join_text_parts(content: Any) -> Any:
     """Concatenate the texts of a list of content parts. Raises ValueError if a part is not a text part."""
     if not isinstance(content, list):
@@ -30,7 +47,7 @@ def join_text_parts(content: Any) -> Any:
     texts = []
     for i, part in enumerate(content):
         try:
-            texts.append(TextPart.model_validate(part).text)
+            texts.append((RefusalPart if is_refusal(part) else TextPart).model_validate(part).text)
         except ValidationError as error:
             place, problem = describe_error(error.errors(include_url=False)[0])
             raise ValueError(f"part {i} is not a text part: {place}{': ' if place else ''}{problem}") from None

@@ -21,6 +21,7 @@ from speculative.serving.api.api_object import LABEL, ApiObject
 from speculative.serving.api.base_request import TopK
 from speculative.serving.api.chat_completions import ChatCompletionRequest
 from speculative.serving.api.errors import describe_error
+from speculative.serving.api.messages import REFUSAL_PART, RefusalPart, is_refusal
 from speculative.serving.api.structured_output import Schema, Structure
 from speculative.serving.api.template_variables import ReasoningEffort, TemplateVariables
 from speculative.serving.api.tool_calls import ToolFormat
@@ -31,12 +32,13 @@ PART = {
     "properties": {"type": {"enum": ["input_text", "output_text"]}, "text": {"type": "string"}},
     "required": ["type", "text"],
 }
+PARTS = {"type": "array", "items": {"anyOf": [PART, REFUSAL_PART]}}
 MESSAGE = {
     "type": "object",
     "properties": {
         "type": {"const": "message"},
         "role": {"enum": ["system", "developer", "user", "assistant"]},
-        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": PART}]},
+        "content": {"anyOf": [{"type": "string"}, PARTS]},
     },
     "required": ["role", "content"],
 }
@@ -96,7 +98,10 @@ def join_parts(kind: type[Part] | type[ReasoningPart], content: Any) -> str:
         return content
     if not isinstance(content, list):
         raise ValueError("should be a string or a list of text parts")
-    return "".join(validate_part(kind, part, f"part {i}").text for i, part in enumerate(content))
+    return "".join(
+        validate_part(RefusalPart if is_refusal(part) else kind, part, f"part {i}").text
+        for i, part in enumerate(content)
+    )
 
 
 Content = Annotated[str, BeforeValidator(partial(join_parts, Part))]
@@ -158,7 +163,8 @@ class InputReasoning(Item):
             to_messages.append({"role": "assistant", "reasoning_content": self.content})
 
 
-KINDS: dict[Any, type[InputMessage | InputCall | InputCallOutput | InputReasoning]] = {
+KINDS: dict[str, type[InputMessage | InputCall | InputCallOutput | InputReasoning]] = {
+    "message": InputMessage,
     "reasoning": InputReasoning,
     "function_call": InputCall,
     "function_call_output": InputCallOutput,
@@ -185,9 +191,12 @@ def to_messages(items: Any) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     for i, item in enumerate(items):
         kind = item.get("type") if isinstance(item, dict) else None
-        validate_part(KINDS.get(kind if isinstance(kind, str) else None, InputMessage), item, f"item {i}").add_to(
-            messages
-        )
+        kind = kind if isinstance(kind, str) else "message"
+        if kind == "item_reference":
+            raise ValueError(f"item {i}.type: this server stores no items to refer to: send the item itself")
+        if kind not in KINDS:
+            raise ValueError(f"item {i}.type: is {kind[:64]!r}, but only {', '.join(KINDS)} are supported")
+        validate_part(KINDS[kind], item, f"item {i}").add_to(messages)
     if not messages:
         raise ValueError("has no message: send one")
     return messages
