@@ -43,6 +43,7 @@ KEPT_GRAMMARS, KEPT_TEXTS = 16, 1000  # compiled grammars that nobody uses; toke
 MAX_SOURCE = 100_000  # characters of a grammar
 MAX_RULES = 500  # of EBNF; the time to compile grows with the square
 MAX_PROPERTIES = 1000  # of an object of a JSON schema, likewise
+MAX_ROW = 5 * MAX_PROPERTIES  # of llguidance's parser, which has 4 items for each optional property that may follow
 MAX_MULTIPLE = 1000  # the least common multiple of all multipleOf: each remainder is a state
 MAX_LEXER_STATES = 20_000  # kept as long as the grammar, 1 to 2 kB each
 LEXER_FUEL = 200_000  # to compile; llguidance's default is 1,000,000, which takes seconds
@@ -118,13 +119,17 @@ class Grammars:
                 tokens = self._tokens()
                 self._tokenizer, self._encoder = _tokenizer(tokens, self._vocab_size), _Encoder(tokens.encode)
         tokenizer = self._tokenizer
-        limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, initial_lexer_fuel=LEXER_FUEL)
+        limits = LLParserLimits(
+            max_lexer_states=MAX_LEXER_STATES, initial_lexer_fuel=LEXER_FUEL, max_items_in_row=MAX_ROW
+        )
         matcher = _on_large_stack(lambda: LLMatcher(tokenizer, text, log_level=0, limits=limits))
         if matcher.is_error():
             raise _invalid(kind, matcher.get_error())
         grammar = Grammar(matcher, self._vocab_size, self._encoder, partial(self._get, kind, text))
         try:
-            first_mask = grammar.state().first_mask()
+            state = grammar.state()
+            first_mask = state.first_mask()
+            state.check_beginning()
         except ValueError as error:
             raise _invalid(kind, str(error)) from None
         if first_mask is None or (first_mask.are_allowed and not len(first_mask.ids)):
@@ -201,6 +206,12 @@ class GrammarState:
     def first_mask(self) -> Mask | None:
         """The mask of the first token. Raises TooComplex even if only other texts have filled the lexer."""
         return self._mask(np.zeros(0, np.int64))
+
+    def check_beginning(self) -> None:
+        """Raise ValueError if the place after the forced beginning, such as the "{" of an object, exceeds a limit."""
+        forced = self._forced(np.zeros(0, np.int64), MAX_FORCED_TEXT)
+        self._advance(np.array(forced, np.int64))
+        self._check_limits()
 
     def _mask(self, generated: np.ndarray) -> Mask | None:
         self._drop_stale_masks(generated)

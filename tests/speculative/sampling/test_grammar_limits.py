@@ -195,6 +195,27 @@ def letters() -> Grammars:
 LETTER_GRAMMARS = letters()
 
 
+def optional(letter):
+    """An object with as many properties as are allowed."""
+    properties = {f"{letter}{i}": {"type": "integer"} for i in range(grammar.MAX_PROPERTIES)}
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+def test_object_may_have_as_many_optional_properties_as_are_allowed():
+    config = StructuredOutputConfig(json_schema=json.dumps(optional("a")))
+    state, text = LETTER_GRAMMARS.compile(config).state(), '{"a7":1,"a900":2}'
+    tokens = np.array([LETTERS.index(letter) for letter in text])
+    for length, token in enumerate(tokens):
+        assert token in state.mask(tokens[:length]), text[:length]
+    assert state.is_over(tokens)
+
+
+def test_schema_too_complex_after_its_forced_beginning_is_rejected_at_once():
+    schema = json.dumps({"anyOf": [optional("a"), optional("b")]})
+    with pytest.raises(ValueError, match=r"^structured_output_config\.json_schema is invalid: [^\n]*too complex"):
+        LETTER_GRAMMARS.compile(StructuredOutputConfig(json_schema=schema))
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.recursive(SCALARS, larger, max_leaves=4), st.integers(0, 2**32))
 def test_random_schemas_give_valid_texts_and_rollback_restores_masks(schema, seed):
