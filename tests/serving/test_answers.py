@@ -12,6 +12,7 @@ from speculative.models import cached_model
 from speculative.models.spec import ModelSpec
 from speculative.sampling.logprobs import token_logprobs
 from speculative.sequence.result import GenerationResult
+from speculative.sequence.sequence import Sequence
 from speculative.serving.api.logprobs import AlignedTokens, TokenTexts, completion_logprobs, prompt_logprob_entries
 from speculative.serving.engine.engine_thread import QueueFull
 from tests.support.changed_tokenizer import ChangedTokenizer
@@ -418,6 +419,17 @@ def test_echo_returns_prompt_with_logprobs(api, decoder, reference):
         assert tokens == one["logprobs"]["tokens"]
     ids = answered(api, {**params, "prompt": ids_of(decoder, prompt).tolist(), "echo": True, "logprobs": None})
     assert texts(ids) == [choice["text"] for choice in whole]
+
+
+@pytest.mark.parametrize("ask", [answered, streamed])
+def test_logprobs_of_echoed_prompts_are_computed_once(api, decoder, monkeypatch, ask):
+    prompts, computed = ["def read_file(path):\n" * 40, "class A:"], []  # the first takes several passes
+    add = Sequence.add_prompt_logprobs
+    monkeypatch.setattr(
+        Sequence, "add_prompt_logprobs", lambda self, logits: computed.append(len(logits)) or add(self, logits)
+    )
+    ask(api, {**ONE, "prompt": prompts, "logprobs": 1, "echo": True, "n": 3, "temperature": 1, "seed": 1})
+    assert sum(computed) == sum(len(ids_of(decoder, prompt)) - 1 for prompt in prompts)
 
 
 @pytest.mark.parametrize("body", [ONE, CHAT], ids=["completions", "chat"])

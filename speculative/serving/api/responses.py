@@ -257,10 +257,9 @@ class ResponseBuilder:
         if not choice.tokens:
             choice.tokens = AlignedTokens(self._token_texts, num_logprobs, job.context)
             if self._request.echoed_prompts:
-                source = job if self._request.stream else self._first_of_prompt(choice.index)
                 choice.pending_logprobs = choice.tokens.prompt_entries(
                     job.prompt.tolist(),
-                    source.result.prompt_logprobs,
+                    self._first_of_prompt(choice.index).result.prompt_logprobs,
                     choice.echo,
                     has_names=isinstance(self._request.echoed_prompts[choice.index], str),
                 )

@@ -58,6 +58,7 @@ class GenerationHandle:
         self.salt = b""  # prefix-cache salt
         self.logit_bias: Mapping[int, float] | None = None
         self.prompt_logprobs = 0
+        self.waits_for: GenerationHandle | None = None  # has the same prompt, whose log-probabilities it computes
         self.continues = False  # whether the text continues that of the prompt
         self.grammar: Grammar | None = None  # referenced here so that it stays compiled
         self.submitted = time.perf_counter()
@@ -83,6 +84,12 @@ class GenerationHandle:
     def cached_tokens(self) -> int:
         """Prompt tokens taken from the prefix cache."""
         return self.request.cached_tokens if self.request else 0
+
+    @property
+    def can_begin(self) -> bool:
+        """Whether the text may be read: log-probabilities of the prompt, if asked for, are known."""
+        first = self.waits_for
+        return not first or (bool(first.request) and len(first.result.prompt_logprobs) >= len(first.prompt) - 1)
 
     async def pieces(self) -> AsyncIterator[str]:
         """The text as it is generated. Raises the error that ended the job early."""
@@ -137,6 +144,8 @@ async def pieces(jobs: Sequence[GenerationHandle]) -> AsyncIterator[tuple[int, s
         await wakeup.wait()
         wakeup.clear()
         for i, job in list(running.items()):
+            if not job.can_begin:  # the other job's first text, or its end, wakes this
+                continue
             finished = job.finished
             if text := job.take_text():
                 yield i, text

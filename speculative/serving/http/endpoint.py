@@ -261,14 +261,16 @@ class Endpoint:
                     config.structured_output_config = structure.config
                     if structure.forces_calls:  # a stop string would cut them
                         config.stop_strings = set()
+                top, first = request.num_prompt_logprobs, len(jobs)
                 for i in range(request.texts_per_prompt):
-                    seed, top = request.random_seed(i), request.num_prompt_logprobs
-                    num_prompt_logprobs = max(top, 1) if top is not None and (request.stream or i == 0) else 0
+                    seed = request.random_seed(i)
+                    num_prompt_logprobs = max(top, 1) if top is not None and i == 0 else 0
                     job = self.engine.submit(
                         prompt, config, seed, self.limits.timeout, salt, request.logit_bias, num_prompt_logprobs,
                         request.continues_prompt,
                     )  # fmt: skip
                     job.grammar = grammar
+                    job.waits_for = jobs[first] if top is not None and i else None
                     jobs.append(job)
         except (QueueFull, EngineFailed, Stopped) as error:
             for job in jobs:
