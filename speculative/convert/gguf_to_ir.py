@@ -17,7 +17,13 @@ from pathlib import Path
 import numpy as np
 
 from speculative.convert.gguf_source import FORMATS, matrix_types
-from speculative.convert.gguf_weights import ROUNDED, correct, import_gguf, keep_whole_texts
+from speculative.convert.gguf_weights import (
+    ROUNDED,
+    correct,
+    import_gguf,
+    keep_whole_texts,
+    skip_control_tokens_only,
+)
 from speculative.convert.program import run_child
 from speculative.models import gguf_file
 
@@ -52,6 +58,7 @@ def convert(path: Path, folder: Path, weight_format: str | None) -> None:
     correct(xml, file if is_rounded else None)
     _name_layers(xml)
     keep_whole_texts(folder / "openvino_tokenizer.xml")
+    skip_control_tokens_only(folder / "openvino_detokenizer.xml", file)
 
 
 def _name_layers(xml: Path) -> None:

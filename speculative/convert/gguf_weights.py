@@ -5,6 +5,8 @@
 - Weights in Q8_0 are signed. The reader writes them unsigned, with the offset 128. Here they become signed, which saves
   the CPU plugin the subtraction.
 - The tokenizer keeps a text's last 8192 tokens. Here it keeps them all.
+- The detokenizer skips user-defined tokens, such as <think>, as well as control tokens. Here it skips control tokens
+  only.
 """
 
 import re
@@ -17,7 +19,7 @@ import openvino as ov
 from openvino import opset13
 
 from speculative.convert.errors import ConvertError
-from speculative.models.gguf_file import GgufFile
+from speculative.models.gguf_file import CONTROL, GgufFile
 
 ROUNDED = {"Q4_1", "Q4_K"}
 FOUR_BITS = {*ROUNDED, "Q4_0"}
@@ -60,6 +62,21 @@ def keep_whole_texts(xml: Path) -> None:
     def change(model: ov.Model) -> None:
         (length,) = [node for node in model.get_ops() if node.get_type_name() == "Minimum"]  # of text and limit
         length.input(1).replace_source_output(opset13.constant(np.int32(np.iinfo(np.int32).max)).output(0))
+
+    _rewrite(xml, change)
+
+
+def skip_control_tokens_only(xml: Path, file: GgufFile) -> None:
+    """Let a detokenizer of GenAI's reader write user-defined tokens: it skips them as special tokens."""
+    import openvino_tokenizers  # noqa: F401 -- registers the operations of tokenizers
+
+    kinds = file.metadata["tokenizer.ggml.token_type"]
+    skipped = np.array([i for i, kind in enumerate(kinds) if kind == CONTROL], np.int32)
+
+    def change(model: ov.Model) -> None:
+        (decoder,) = [node for node in model.get_ops() if node.get_type_name() == "VocabDecoder"]
+        ids = decoder.input_value(4).get_node()  # a Slice, which GenAI empties to write special tokens, too
+        ids.input(0).replace_source_output(opset13.constant(skipped).output(0))
 
     _rewrite(xml, change)
 

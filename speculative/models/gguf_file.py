@@ -19,6 +19,7 @@ VERSIONS = (2, 3)
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 MAX_DIMENSIONS = 4  # dimensions of a tensor
+CONTROL = 3  # token type of the tokens that are no text
 UNUSED = 5  # token type of the ids without a token, which llama.cpp's converter names [PAD49152]
 
 

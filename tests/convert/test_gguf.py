@@ -14,7 +14,7 @@ import numpy as np
 import openvino
 import openvino_genai
 import pytest
-from gguf import GGUFReader
+from gguf import GGUFReader, TokenType
 from tokenizers import pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel, Digits
 
@@ -116,6 +116,18 @@ def test_tokenizer_does_not_truncate_long_texts(pair):
     tokenizer = openvino_genai.Tokenizer(pair / "main")
     text = "ab\n" * 10_000
     assert tokenizer.decode(tokenizer.encode(text).input_ids.data[0].tolist()) == text
+
+
+def test_user_defined_tokens_are_decoded_and_control_tokens_are_skipped(written, tokenizer, tmp_path):
+    """Models mark their reasoning and tool calls with such tokens: <think>, <tool_call>."""
+    types = [TokenType.CONTROL, *[TokenType.NORMAL] * (len(tokenizer) - 1)]
+    types[9] = TokenType.USER_DEFINED
+    path = written(metadata={"tokenizer.ggml.token_type": [int(kind) for kind in types]})
+    gguf_to_ir.convert(path, tmp_path / "ir", None)
+    converted = openvino_genai.Tokenizer(tmp_path / "ir")
+    user_defined = tokenizer.decode([9])
+    assert user_defined and converted.decode([0, 33, 9, 33]) == tokenizer.decode([33, 9, 33])
+    assert converted.decode([0, 9], skip_special_tokens=False) == f"<|endoftext|>{user_defined}"
 
 
 @pytest.mark.long
