@@ -94,8 +94,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         wheel = source.Wheel(**pair["wheel"])
         options.halves["main"].name, options.halves["main"].wheel = wheel.name, wheel
     if draft := options.halves.get("draft"):
-        known = (one.get("draft_rope_theta") for one in known_pairs().values() if one.get("draft") == draft.name)
-        draft.rope_theta = options.draft_rope_theta or next(known, None)
+        draft.rope_theta = options.draft_rope_theta or known_rope_theta(draft.name)
     options.out_dir = Path(out_dir)
     options.licence = pair.get("licence")
     return options
@@ -253,6 +252,15 @@ def known_pair(parser: argparse.ArgumentParser, name: str) -> dict:
     if name not in pairs:
         parser.error(f"unknown pair {name!r}; known pairs: {', '.join(pairs)}")
     return pairs[name]
+
+
+def known_rope_theta(draft: str) -> float | None:
+    """The rotary base of a head of a known pair, given by its hub id or as a folder with the same name; None if it is
+    that of its config."""
+    bases = {one["draft"]: one["draft_rope_theta"] for one in known_pairs().values() if "draft_rope_theta" in one}
+    if source.is_hub_id(draft):
+        return bases.get(draft)
+    return {Path(name).name: base for name, base in bases.items()}.get(Path(draft).name)
 
 
 def print_known_pairs() -> None:
@@ -418,12 +426,15 @@ def half_arguments(half: str, options: argparse.Namespace, model: source.Source 
         if size and (extra or not optimum_cli.has_recipe(model.name)):
             added = [*added, "--group-size", str(size)]
             sentences.append(sentence)
+    is_head_source = model.is_head if model else is_head_by_name(half_options.name)
+    if is_head_source and half_options.rope_theta:
+        sentences.append(f"gets the rotary base {half_options.rope_theta:g}, whatever its config.json has")
     for sentence in sentences:
         print(f"{'# ' if options.dry_run else ''}{half} {sentence}")
     extra = [*added, *extra]
     if optimum_cli.names("--quant-mode", extra):  # excludes --weight-format
         weight_format = None
-    if model.is_head if model else is_head_by_name(half_options.name):
+    if is_head_source:
         return head_arguments(half_options, weight_format, extra)
     return optimum_cli.arguments_for(weight_format, extra, options.trust_remote_code)
 

@@ -131,6 +131,16 @@ def test_known_heads_of_angelslim_get_the_base_of_their_training():
     assert options.halves["draft"].rope_theta == 5e5
 
 
+def test_known_head_gets_its_base_as_a_folder(checkpoints, tmp_path, monkeypatch, capsys):
+    """Also by a relative path, which looks like a hub id of someone else."""
+    changed(checkpoints, tmp_path / "downloads" / "Qwen3-4B_eagle3")
+    monkeypatch.chdir(tmp_path)
+    for folder in ("downloads/Qwen3-4B_eagle3", f"{tmp_path}/downloads/Qwen3-4B_eagle3/"):
+        status, out, _ = exported(capsys, checkpoints / "main", folder, "pair", "--dry-run")
+        assert status == 0 and " --rope-theta 10000 " in out
+        assert "# draft gets the rotary base 10000, whatever its config.json has" in out
+
+
 @pytest.mark.parametrize("shard_size", [1 << 30, 1 << 15])
 def test_speculators_head_is_converted_to_eagle_format(shard_size, checkpoints, tmp_path):
     config = json.loads((checkpoints / "head/config.json").read_text(encoding="utf-8"))
