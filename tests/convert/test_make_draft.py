@@ -638,6 +638,22 @@ def test_larger_minutes_continues_training(main, made, monkeypatch):
     assert json.loads((made / "draft.json").read_text())["training"]["steps"] > before
 
 
+def test_moved_prompts_and_head_are_recognised_by_their_content(main, made, pruned, tmp_path, capsys):
+    """An earlier version recorded their paths, too."""
+    shutil.copytree(pruned, tmp_path / "pruned")
+    prompts = shutil.copy(pruned.parent / "prompts.jsonl", tmp_path / "moved.jsonl")
+    shutil.copytree(made, tmp_path / "draft")
+    settings = tmp_path / "draft/work/settings.json"
+    head = {"--init-from": "elsewhere", "content of --init-from": stages._weights_hash(made)}
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), **head}))
+    for folder, options in (
+        ("pruned", [*PRUNED_OPTIONS, "--prompts", prompts, "--compare", made, "--minutes", "0.01"]),
+        ("draft", [*SHORT, "--init-from", made]),
+    ):
+        assert run(main, tmp_path / folder, *options) == 0
+        assert f"{tmp_path / folder} is complete" in capsys.readouterr().out
+
+
 def test_partially_written_files_are_truncated(tmp_path):
     file = TextFile(tmp_path / "texts.jsonl")
     file.add(Text([1, 2], [3, 4], 0.7, False))
@@ -784,7 +800,7 @@ def test_foreign_folder_or_changed_settings_are_rejected(refuses, main, made, tm
     assert "was begun with another main model" in refuses(2, MAIN, made, *SHORT)
     shutil.copytree(made / "work", tmp_path / "out/work")
     settings = json.loads((made / "work/settings.json").read_text())
-    for key, value in (("--init-from", "head"), ("content of --prompts", "0123456789abcdef")):
+    for key, value in (("content of --init-from", "head"), ("content of --prompts", "0123456789abcdef")):
         (tmp_path / "out/work/settings.json").write_text(json.dumps({**settings, key: value}))
         assert f"was begun with another {key} ({value}, not None)" in refuses(2, main, tmp_path / "out", *SHORT)
     shutil.copytree(made / "work", tmp_path / "begun/work")

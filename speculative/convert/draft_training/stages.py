@@ -85,10 +85,8 @@ def make(options: Options) -> None:
             {
                 "main model": content_hash(main.spec.folder, skip=options.out),
                 "--kind": kind.name,
-                "--init-from": str(options.init_from) if options.init_from else None,
                 "content of --init-from": _weights_hash(options.init_from) if options.init_from else None,
                 **kind.settings,
-                "--prompts": str(options.prompts) if options.prompts else None,
                 "content of --prompts": beginnings.fingerprint(prompts) if prompts else None,
                 "--length": options.longest,
                 "--online": options.online or None,
