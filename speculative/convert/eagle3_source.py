@@ -14,7 +14,7 @@ from speculative.convert.errors import ConvertError
 from speculative.convert.source import Source
 from speculative.error_text import one_line
 from speculative.models import gguf_file
-from speculative.models.config import read_config, rope_theta, text_config
+from speculative.models.config import read_config, rope, text_config
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 MAIN_MODEL = "LlamaForCausalLM"  # some heads give that of their main model
@@ -85,11 +85,8 @@ def head_config(head: Source) -> dict:
     nested = config_read.get("eagle_config") or {}  # NVIDIA's checkpoints
     if unsupported := [key for key in UNSUPPORTED if config_read.get(key) or nested.get(key)]:
         raise ConvertError(f"{head.name} has {unsupported[0]}, which optimum-cli ignores; use a head without it")
-    rotary = config.get("rope_parameters") or {}  # transformers 5
-    if not config.get("rope_theta") and (theta := rope_theta(config)):
-        config = {**config, "rope_theta": theta}
-        if rotary.get("rope_type", "default") != "default":
-            config["rope_scaling"] = {key: value for key, value in rotary.items() if key != "rope_theta"}
+    base, scaling = rope(config)
+    config = {**config, "rope_theta": base, "rope_scaling": scaling}
     config_kept = {
         key: value
         for key, value in config.items()

@@ -27,9 +27,12 @@ def context_length(config: dict) -> int | None:
     return next((part[key] for part in (text_config(config), config) for key in CONTEXT_KEYS if part.get(key)), None)
 
 
-def rope_theta(config: dict) -> float | None:
-    """The base of rotary position embeddings; None if the config does not give it."""
-    return config.get("rope_theta") or (config.get("rope_parameters") or {}).get("rope_theta")  # transformers 4, 5
+def rope(config: dict) -> tuple[float | None, dict | None]:
+    """The base of rotary position embeddings, None if the config does not give it, and their scaling, None without."""
+    parameters = config.get("rope_parameters") or {}  # transformers 5; version 4 has rope_theta and rope_scaling
+    scaling = config.get("rope_scaling") or {key: value for key, value in parameters.items() if key != "rope_theta"}
+    is_scaled = scaling.get("rope_type", scaling.get("type", "default")) != "default"
+    return config.get("rope_theta") or parameters.get("rope_theta"), scaling if is_scaled else None
 
 
 def sliding_window(config: dict) -> int:

@@ -220,6 +220,14 @@ def test_rope_theta_is_read_where_transformers_5_writes_it(checkpoints, tmp_path
     assert eagle3_source.head_config(open_source(str(head), None))["rope_theta"] == 5e5
 
 
+def test_rope_scaling_is_read_where_transformers_5_writes_it(checkpoints, tmp_path):
+    """Also beside rope_theta at the top, where version 4 wrote it."""
+    scaling = {"rope_type": "llama3", "factor": 8.0}
+    config = {"rope_theta": 5e5, "rope_scaling": None, "rope_parameters": {"rope_theta": 5e5, **scaling}}
+    head = changed(checkpoints, tmp_path / "head", **config)
+    assert eagle3_source.head_config(open_source(str(head), None))["rope_scaling"] == scaling
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [

@@ -367,6 +367,24 @@ def test_only_llama_like_models_are_pruned(main, tmp_path):
             kind_of(changed(main, tmp_path / name, model)).check()
 
 
+def test_scaled_rotary_positions_need_the_scaling_in_the_config(main, tmp_path):
+    """Wherever transformers writes it. That of Llama 3 changes early positions by less than the check's tolerance."""
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = 1024
+    whole = tiny_main(kind_of(main).main.vocabulary)
+    config = json.loads((main / "config.json").read_text()) | {"max_position_embeddings": 8192}
+    given = transformers.LlamaConfig(head_dim=whole.head_dim, max_position_embeddings=8192, rope_scaling=scaling)
+    rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(given)
+    folder = changed(main, tmp_path / "main", replace(whole, frequencies=rotary.inv_freq.numpy()))
+    for parameters in ({"rope_scaling": scaling}, {"rope_parameters": {"rope_theta": 10000.0, **scaling}}):
+        (folder / "config.json").write_text(json.dumps(config | parameters))
+        kind_of(folder).check()
+        assert kind_of(folder).llama.config()["rope_scaling"] == scaling
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConvertError, match="it computes other layer 0"):
+        kind_of(folder).check()
+
+
 def test_training_raises_acceptance_of_a_pruned_draft(tmp_path, monkeypatch):
     """Measured on held-out text."""
     monkeypatch.setattr(f"{TRAINING}.MIN_STEPS", 10)

@@ -8,7 +8,7 @@ import openvino as ov
 from speculative.convert.draft_training import llama_weights
 from speculative.convert.draft_training.main_model import MainModel, last_product, norm_weight, shape_of
 from speculative.convert.errors import ConvertError
-from speculative.models.config import read_config
+from speculative.models.config import read_config, rope
 from speculative.models.eagle3_graph import HeadGraph
 
 
@@ -33,8 +33,7 @@ class TrainedHead:
         except ValueError as error:
             raise ConvertError(f"--init-from {folder} has not the published architecture: {error}", 2) from error
         config = read_config(folder)
-        rotation = config.get("rope_scaling") or {}
-        if rotation.get("rope_type", rotation.get("type", "default")) != "default" or config.get("attention_bias"):
+        if rope(config)[1] or config.get("attention_bias"):
             raise ConvertError(
                 f"--init-from {folder} has scaled rotary positions or biases (rope_scaling, attention_bias), which "
                 "this program cannot train; leave it out",

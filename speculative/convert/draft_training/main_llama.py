@@ -4,7 +4,7 @@ from typing import Any
 
 from speculative.convert.draft_training import llama_weights
 from speculative.convert.draft_training.main_model import Forward, MainModel
-from speculative.models.config import read_config
+from speculative.models.config import read_config, rope
 from speculative.models.eagle3_graph import last_dimension
 
 
@@ -34,5 +34,5 @@ class MainLlama:
             "num_attention_heads": sizes["self_attn.q_proj.weight"] // first.head_dim,
             "num_key_value_heads": sizes["self_attn.k_proj.weight"] // first.head_dim,
             "intermediate_size": sizes["mlp.gate_proj.weight"],
-            "rope_scaling": read_config(self.main.spec.folder).get("rope_scaling"),
+            "rope_scaling": rope(read_config(self.main.spec.folder))[1],
         }

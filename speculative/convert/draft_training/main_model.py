@@ -9,7 +9,7 @@ import openvino as ov
 from openvino import opset13 as ops
 
 from speculative.convert.errors import ConvertError
-from speculative.models.config import context_length, read_config, rope_theta, text_config
+from speculative.models.config import context_length, read_config, rope, text_config
 from speculative.models.eagle3_graph import find_embedding
 from speculative.models.spec import ModelSpec
 
@@ -129,15 +129,15 @@ class Forward:
         self._names = {name for port in compiled.inputs for name in port.names}
         self._count = len(outputs)
 
-    def __call__(self, tokens: np.ndarray) -> list[np.ndarray]:
-        """For a text int64 [n] each output [n, size]."""
+    def __call__(self, tokens: np.ndarray, step: int = 1) -> list[np.ndarray]:
+        """For a text int64 [n] each output [n, size]. Its tokens are `step` positions apart."""
         n = len(tokens)
         padded = np.zeros((1, -(-n // PADDING) * PADDING), np.int64)  # later tokens do not change earlier ones
         padded[0, :n] = tokens
         inputs: dict[str, Any] = {
             "input_ids": padded,
             "attention_mask": np.ones_like(padded),
-            "position_ids": np.arange(padded.shape[1])[None],
+            "position_ids": step * np.arange(padded.shape[1])[None],
             "beam_idx": np.zeros(1, np.int32),
         }
         self._request.reset_state()
@@ -156,7 +156,7 @@ def shape_of(folder: Path, hidden: int) -> Shape:
         config.get("num_key_value_heads") or heads,
         config.get("head_dim") or hidden // heads,
         config.get("rms_norm_eps") or 1e-6,
-        rope_theta(config) or 10000.0,
+        rope(config)[0] or 10000.0,
         context_length(config) or 4096,
         config.get("bos_token_id"),
         config.get("eos_token_id"),

@@ -52,9 +52,10 @@ def difference(llama: MainLlama) -> str:
     except ValueError:
         return "its matrices have other sizes"
     tokens = np.linspace(0, llama.main.vocabulary - 1, CHECKED_TOKENS).astype(np.int64)
+    step = max(1, llama.main.shape.max_position_embeddings // CHECKED_TOKENS)  # only late positions show some scalings
     compute = llama.hidden_states(EXECUTION_MODE_HINT="ACCURACY")
-    *states, logits = (torch.from_numpy(computed)[None].float() for computed in compute(tokens))
-    angles = model.model.rotary_emb(states[0], torch.arange(CHECKED_TOKENS)[None])
+    *states, logits = (torch.from_numpy(computed)[None].float() for computed in compute(tokens, step))
+    angles = model.model.rotary_emb(states[0], step * torch.arange(CHECKED_TOKENS)[None])
     pairs = {"logits": (model.lm_head(model.model.norm(states[-1])), logits)}
     for index, layer in enumerate((0, last)):
         computed = model.model.layers[index](states[layer], position_embeddings=angles)
