@@ -133,7 +133,7 @@ def _check_head(main: Path, draft: Path) -> PairCheck:
         findings.append(Finding("ok", "vocabulary", message))
     draft_facts = config_facts(draft)
     draft_facts.weight_bytes = (draft / "openvino_model.bin").stat().st_size
-    findings += [*_compare_context_lengths(facts, draft_facts), *_compare_sizes(facts, draft_facts)]
+    findings += [*_compare_context_lengths(facts, draft_facts, is_head=True), *_compare_sizes(facts, draft_facts)]
     return PairCheck(findings, _fingerprint(facts))
 
 
@@ -340,14 +340,17 @@ def _compare_chat_templates(main: ModelFacts, draft: ModelFacts) -> Iterator[Fin
         yield Finding("warning", "chat template", message)
 
 
-def _compare_context_lengths(main: ModelFacts, draft: ModelFacts) -> Iterator[Finding]:
+def _compare_context_lengths(main: ModelFacts, draft: ModelFacts, is_head: bool = False) -> Iterator[Finding]:
     if not main.context_length or not draft.context_length:
         return
     if draft.context_length < main.context_length:
+        in_genai = "the draft fails or is rejected"
+        if is_head:
+            in_genai = "the head goes on drafting at positions that it was not trained on"
         message = (
             f"the draft has {draft.context_length:,} tokens and the main model {main.context_length:,}; beyond "
             f"{draft.context_length:,}, prompt included, this project's engine drafts nothing, and in GenAI's pipeline "
-            "the draft fails or is rejected"
+            f"{in_genai}"
         )
         yield Finding("warning", "context length", message)
     else:

@@ -212,6 +212,14 @@ def test_shorter_draft_context_is_a_warning(ir, copy):
     assert levels(check_pair(copy, ir))["context length"] == "ok"
 
 
+def test_shorter_context_of_a_head_is_a_warning(tmp_path):
+    head = shutil.copytree(MAIN.parent / "eagle3", tmp_path / "head")
+    change_json(head / "config.json", max_position_embeddings=128)
+    check = check_pair(MAIN, head)
+    assert levels(check)["context length"] == "warning"
+    assert "in GenAI's pipeline the head goes on drafting at positions" in message(check, "context length")
+
+
 @pytest.mark.parametrize(
     "config",
     [
