@@ -35,6 +35,7 @@ from speculative.convert.model_server_graph import graph_text, read_graph
 from speculative.convert.model_server_guide import SERVER, UNTESTED, Guide
 from speculative.convert.model_server_settings import (
     DRAFT_LENGTH,
+    PREFIX_CACHE,
     SPLIT_PROMPTS,
     Serving,
     graph_fields,
@@ -154,8 +155,17 @@ def plan(options: argparse.Namespace, context_length: int | None) -> tuple[Servi
     main, draft = options.pair / "main", options.pair / "draft"
     serving = settings(options, main, draft)
     graph = graph_text(graph_fields(serving, context_length), options.set)
-    if read_graph(graph).dynamic_split_fuse and serving.drafting:
+    fields = read_graph(graph)
+    if fields.dynamic_split_fuse and serving.drafting:
         serving.notes.append(SPLIT_PROMPTS)
+    if fields.enable_prefix_caching and serving.drafting:
+        serving.notes.append(PREFIX_CACHE)
+    if serving.eagle3 and fields.max_num_seqs != 1:
+        raise ConvertError(
+            f"--set max_num_seqs={fields.max_num_seqs} is not possible: with an EAGLE-3 draft the server takes one "
+            "request at a time; leave it out",
+            2,
+        )
     check = check_pair(main, draft, npu=serving.stateful)
     if not check.sound:
         reasons = "; ".join(

@@ -19,6 +19,10 @@ SPLIT_PROMPTS = (
     "With dynamic_split_fuse and a draft, greedy output of GenAI 2026.4.1 differs from the main model's if a prompt is "
     "split while several requests are served."
 )
+PREFIX_CACHE = (
+    "With enable_prefix_caching and a draft, a sampled request can make the engine fail for all clients "
+    "(openvino.genai#4190)."
+)
 THRESHOLD = "assistant_confidence_threshold"
 
 

@@ -240,6 +240,21 @@ def test_devices_properties_and_fields_reach_the_graph(pair, out, export):
     assert "--device /dev/dri" in printed and "model_server:2026.4.1-gpu" in printed
 
 
+def test_prefix_cache_with_a_draft_is_noted(pair, out, export):
+    printed = export(pair, out, "--set", "enable_prefix_caching=true")
+    assert options_in(out).enable_prefix_caching
+    assert "a sampled request can make the engine fail for all clients" in printed
+
+
+def test_eagle3_draft_is_served_one_request_at_a_time(tmp_path, out, export, refuses):
+    pair = tmp_path / "embedded"
+    for half, folder in (("main", MAIN), ("draft", MAIN.parent / "eagle3")):
+        shutil.copytree(folder, pair / half)
+    assert "one request at a time; leave it out" in refuses(2, pair, out, "--set", "max_num_seqs=4")
+    export(pair, out, "--set", "max_num_seqs=1")
+    assert options_in(out).max_num_seqs == 1
+
+
 @pytest.mark.parametrize("devices", [["NPU", "NPU"], ["CPU", "NPU"], ["NPU", "CPU"]])
 def test_npu_gets_stateful_pipeline(devices, pair, out, export):
     printed = export(pair, out, "--device", devices[0], "--draft-device", devices[1])
