@@ -13,6 +13,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from speculative.convert import eagle3_source, optimum_cli
@@ -62,10 +63,24 @@ def _save(exported: Path, folder: Path, layers: list[int]) -> None:
     import openvino
 
     model = openvino.Core().read_model(exported / "openvino_model.xml")
+    _widen(model.output("d2t"))
     if layers:
         model.set_rt_info(layers, "hidden_layers_list")
     folder.mkdir(parents=True)
     openvino.save_model(model, folder / "openvino_model.xml", compress_to_fp16=False)
+
+
+def _widen(d2t: Any) -> None:
+    """Store the table of token ids in int64, the only type that GenAI reads; some checkpoints have int32."""
+    import numpy
+    from openvino import opset13
+
+    result = d2t.get_node()
+    table = result.input_value(0)
+    wide = opset13.constant(table.get_node().data.astype(numpy.int64))
+    wide.output(0).set_names(table.get_names())
+    result.input(0).replace_source_output(wide.output(0))
+    result.validate_and_infer_types()
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -8,6 +8,7 @@ import re
 import shutil
 
 import numpy as np
+import openvino_genai
 import pytest
 
 from convert import export_pair
@@ -52,6 +53,9 @@ def test_head_is_exported_with_its_layers_without_running_its_code(checkpoints, 
     marker = tmp_path / "code of the checkpoint ran"
     remote = {"AutoConfig": "foreign.Config", "AutoModelForCausalLM": "foreign.Model"}
     head = changed(checkpoints, tmp_path / "a_head", auto_map=remote)
+    tensors = safetensors.load_file(head / "model.safetensors")
+    tensors["d2t"] = tensors["d2t"].to(torch.int32)
+    safetensors.save_file(tensors, head / "model.safetensors")
     (head / "foreign.py").write_text(CODE.format(marker=str(marker)), encoding="utf-8")
     tokenizer = {"tokenizer_class": "Foreign", "auto_map": {"AutoTokenizer": ["foreign.Tokenizer", None]}}
     (head / "tokenizer_config.json").write_text(json.dumps(tokenizer), encoding="utf-8")
@@ -69,6 +73,9 @@ def test_head_is_exported_with_its_layers_without_running_its_code(checkpoints, 
     assert marker.exists()
     assert "the draft reads the outputs of the main model's layers 1, 3, 4" in out and "warning hidden" not in out
 
+    draft_model = openvino_genai.draft_model(str(pair / "draft"), "CPU")  # which reads token ids of int64 only
+    pipeline = openvino_genai.LLMPipeline(str(pair / "main"), "CPU", draft_model=draft_model)
+    assert pipeline.generate("def f(x):", openvino_genai.GenerationConfig(max_new_tokens=4, num_assistant_tokens=2))
     graph = check_head(pair / "draft", pair / "main")
     assert graph.layers == graph.taps == list(LAYERS)
     size = json.loads((head / "config.json").read_text(encoding="utf-8"))["head_dim"]
