@@ -322,6 +322,8 @@ def export_pair(options: argparse.Namespace) -> None:
 def check_sources(sources: dict[str, source.Source], options: argparse.Namespace) -> None:
     """Check what can be checked before hours of exporting."""
     main, draft = sources["main"], sources.get("draft")
+    if draft and draft.is_ir:
+        refuse_unused(draft, options)
     if not main.is_gguf and is_head(main.folder):
         raise ConvertError(f"{main.name} is an EAGLE-3 head, a draft for another model; give that model as MAIN", 2)
     if options.no_thinking and not main.wheel:
@@ -335,6 +337,19 @@ def check_sources(sources: dict[str, source.Source], options: argparse.Namespace
             refuse_equal_weights(main, options)
         check = check_pair(main.path, draft.path, npu=options.device == "NPU")
         refuse_unsound(check, "before exporting", options.other_tokenizer)
+
+
+def refuse_unused(draft: source.Source, options: argparse.Namespace) -> None:
+    """Raise ConvertError if the command line has options for the conversion of a draft that is IR already."""
+    given = optimum_cli.shown(options.halves["draft"].extra)
+    if options.draft_rope_theta:
+        given = f"--draft-rope-theta {exact(options.draft_rope_theta)}"
+    if given:
+        raise ConvertError(
+            f"{given} has no effect on the draft: {draft.name} is OpenVINO IR, which is copied unchanged; omit it, or "
+            "give optimum-cli options for the main model with --main-args",
+            2,
+        )
 
 
 def refuse_equal_weights(main: source.Source, options: argparse.Namespace) -> None:
@@ -428,7 +443,7 @@ def half_arguments(half: str, options: argparse.Namespace, model: source.Source 
             sentences.append(sentence)
     is_head_source = model.is_head if model else is_head_by_name(half_options.name)
     if is_head_source and half_options.rope_theta:
-        sentences.append(f"gets the rotary base {half_options.rope_theta:g}, whatever its config.json has")
+        sentences.append(f"gets the rotary base {exact(half_options.rope_theta)}, whatever its config.json has")
     for sentence in sentences:
         print(f"{'# ' if options.dry_run else ''}{half} {sentence}")
     extra = [*added, *extra]
@@ -448,8 +463,12 @@ def head_arguments(half_options: HalfOptions, weight_format: str | None, extra: 
             2,
         )
     layers = ["--layers", ",".join(map(str, half_options.layers))] if half_options.layers else []
-    base = ["--rope-theta", f"{half_options.rope_theta:g}"] if half_options.rope_theta else []
+    base = ["--rope-theta", exact(half_options.rope_theta)] if half_options.rope_theta else []
     return [*layers, *base, *optimum_cli.arguments_for(weight_format, extra, trust_remote_code=False)]
+
+
+def exact(number: float) -> str:
+    return repr(number).removesuffix(".0")
 
 
 def is_head_by_name(name: str) -> bool:
@@ -507,6 +526,8 @@ def print_commands(options: argparse.Namespace) -> None:
         else:
             model = source.open_source(given, revision)
             if model.is_ir:
+                if half == "draft":
+                    refuse_unused(model, options)
                 print(f"# {given} is OpenVINO IR: copied to {output}")
                 continue
             main = options.halves["main"]

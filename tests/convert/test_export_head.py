@@ -17,6 +17,7 @@ from speculative.convert.errors import ConvertError
 from speculative.convert.source import open_source
 from speculative.models.eagle3_graph import check_head
 from tests.support.later import Later, torch, transformers
+from tests.support.paths import MAIN
 from tests.support.tiny_checkpoints import run_optimum_here, save_checkpoint, save_eagle3_head, train_tokenizer
 
 huggingface_hub, safetensors = Later("huggingface_hub"), Later("safetensors.torch")
@@ -146,6 +147,27 @@ def test_known_head_gets_its_base_as_a_folder(checkpoints, tmp_path, monkeypatch
         status, out, _ = exported(capsys, checkpoints / "main", folder, "pair", "--dry-run")
         assert status == 0 and " --rope-theta 10000 " in out
         assert "# draft gets the rotary base 10000, whatever its config.json has" in out
+
+
+def test_given_base_is_passed_exactly(checkpoints, tmp_path, capsys):
+    command = [checkpoints / "main", checkpoints / "head", tmp_path / "pair", "--dry-run"]
+    for given in ("1234567", "1234.5678"):
+        assert f" --rope-theta {given} " in exported(capsys, *command, "--draft-rope-theta", given)[1]
+
+
+@pytest.mark.parametrize("dry_run", [[], ["--dry-run"]])
+@pytest.mark.parametrize("given", [["--draft-rope-theta", 1234567], ["--draft-args=--sym"], ["--", "--sym"]])
+def test_conversion_options_for_a_draft_that_is_ir_are_rejected(given, dry_run, tmp_path, capsys):
+    command = [MAIN, MAIN.parent / "eagle3", tmp_path / "pair", *dry_run]
+    status, _, error = exported(capsys, *command, *given)
+    assert status == 2 and f"{' '.join(map(str, given)).split('=')[-1].removeprefix('-- ')} has no effect" in error
+    assert len(error.splitlines()) == 1 and not (tmp_path / "pair").exists()
+
+
+def test_base_of_a_known_pair_is_ignored_for_a_draft_that_is_ir(tmp_path, capsys):
+    shutil.copytree(MAIN.parent / "eagle3", tmp_path / "Qwen3-4B_eagle3")
+    status, out, _ = exported(capsys, MAIN, tmp_path / "Qwen3-4B_eagle3", tmp_path / "pair", "--dry-run")
+    assert status == 0 and "is OpenVINO IR: copied" in out
 
 
 @pytest.mark.parametrize("shard_size", [1 << 30, 1 << 15])
