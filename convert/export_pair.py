@@ -35,6 +35,7 @@ from speculative.convert.child import Child
 from speculative.convert.errors import ConvertError
 from speculative.convert.pair_folder import HALVES, PairFolder, folder_bytes
 from speculative.models import gguf_file
+from speculative.models.config import read_config
 from speculative.models.eagle3_graph import is_head
 from speculative.pair.check import PairCheck, check_pair, tokenizer_fingerprint
 from speculative.pair.model_info import UnusableFolder, ir_facts, weight_bytes
@@ -431,13 +432,14 @@ def half_arguments(half: str, options: argparse.Namespace, model: source.Source 
         return gguf_arguments(half, options, model)
     weight_format, extra = half_options.weight_format, half_options.extra
     added, sentences = [], []
+    config = {} if not model else eagle3_source.head_config(model) if model.is_head else read_config(model.folder)
     if options.device == "NPU":
         parameters = source.count_parameters(model.folder) if model else source.parameters_by_name(half_options.name)
-        channels = parameters > 4e9 or (model is not None and not group_size.fits(group_size.DEFAULT, model.folder))
+        channels = parameters > 4e9 or not group_size.fits(group_size.DEFAULT, config)
         added, sentence = optimum_cli.npu_arguments(weight_format, parameters, channels, extra)
         sentences.append(sentence)
     if model and weight_format in group_size.GROUPED and not optimum_cli.names("--quant-mode", extra):
-        size, sentence = group_size.choose(model.folder, [*added, *extra])
+        size, sentence = group_size.choose(model.folder, config, [*added, *extra])
         if size and (extra or not optimum_cli.has_recipe(model.name)):
             added = [*added, "--group-size", str(size)]
             sentences.append(sentence)

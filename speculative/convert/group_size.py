@@ -4,7 +4,6 @@ It must divide the number of inputs of every matrix, or nncf fails. Its default,
 SmolLM2-135M.
 """
 
-import json
 from pathlib import Path
 from typing import TypeGuard
 
@@ -21,13 +20,13 @@ WIDTHS = (
 )
 
 
-def choose(folder: Path, options: list[str]) -> tuple[int | None, str]:
-    """The group size to add to the optimum-cli `options` for the checkpoint in `folder`, and why.
+def choose(folder: Path, config: dict, options: list[str]) -> tuple[int | None, str]:
+    """The group size to add to the optimum-cli `options` for the checkpoint in `folder` with this config, and why.
 
     None if the default fits, or `options` set the size. Raises ConvertError for a --group-size in `options` that does
     not fit.
     """
-    widths = input_widths(folder)
+    widths = input_widths(config)
     requested = _option(options, "--group-size")
     if not widths or _option(options, "--group-size-fallback") in ("adjust", "ignore"):
         return None, ""
@@ -41,11 +40,8 @@ def choose(folder: Path, options: list[str]) -> tuple[int | None, str]:
     return size, f"--group-size {size} added: the default, {DEFAULT}, does not divide {name} {widths[name]}"
 
 
-def input_widths(folder: Path) -> dict[str, int]:
+def input_widths(config: dict) -> dict[str, int]:
     """Input widths of a checkpoint's matrices, by their names in config.json."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if not isinstance(config, dict):
-        return {}
     widths = {name: config[name] for name in WIDTHS if _is_width(config.get(name))}
     heads, head_dim = config.get("num_attention_heads"), config.get("head_dim")
     if _is_width(heads) and _is_width(head_dim):
@@ -53,9 +49,9 @@ def input_widths(folder: Path) -> dict[str, int]:
     return widths
 
 
-def fits(size: int, folder: Path) -> bool:
-    """Whether groups of this size divide all matrices of the checkpoint in `folder`, according to config.json."""
-    return not _misfit(size, input_widths(folder))
+def fits(size: int, config: dict) -> bool:
+    """Whether groups of this size divide all matrices of the checkpoint with this config."""
+    return not _misfit(size, input_widths(config))
 
 
 def _refuse_misfit(requested: str, widths: dict[str, int], folder: Path) -> None:

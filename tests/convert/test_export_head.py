@@ -171,7 +171,7 @@ def test_base_of_a_known_pair_is_ignored_for_a_draft_that_is_ir(tmp_path, capsys
 
 
 @pytest.mark.parametrize("shard_size", [1 << 30, 1 << 15])
-def test_speculators_head_is_converted_to_eagle_format(shard_size, checkpoints, tmp_path):
+def test_speculators_head_is_converted_to_eagle_format(shard_size, checkpoints, tmp_path, capsys):
     config = json.loads((checkpoints / "head/config.json").read_text(encoding="utf-8"))
     drafted = config.pop("draft_vocab_size")
     del config["architectures"]
@@ -198,6 +198,9 @@ def test_speculators_head_is_converted_to_eagle_format(shard_size, checkpoints, 
     assert made["architectures"] == ["LlamaForCausalLMEagle3"] and made["draft_vocab_size"] == drafted
     assert "target_hidden_size" not in made
     assert made["hidden_size"] == config["hidden_size"] and made["rope_theta"] == config["rope_theta"]
+    command = [str(main.folder), str(folder), str(tmp_path / "pair"), "--dry-run", "--draft-weight-format", "int4"]
+    assert export_pair.main(command) == 0
+    assert re.search("/draft .*--weight-format int4 --group-size 32$", capsys.readouterr().out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
