@@ -21,6 +21,10 @@ NEEDED_IN_LAYER = (
     *("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output"),
     *("ffn_norm", "ffn_gate", "ffn_up", "ffn_down"),
 )
+SIZES = (
+    *("embedding_length", "feed_forward_length"),
+    *("attention.head_count", "attention.head_count_kv", "attention.key_length"),
+)
 REORDERED = re.compile(r"attn_[qk]\.bias$")  # in llama's files by pairs of neighbours, like the rows of the weights
 SPLITS_KNOWN = ("qwen2", "smollm", "default")  # rules of splitting text that GenAI's reader has
 FORMATS = {"fp16": "F16", "int8": "Q8_0", "int4": "Q4_0"}  # weight format -> tensor type, which is read exactly
@@ -149,7 +153,34 @@ def _unsupported(file: GgufFile) -> str:
     tensors += [f"blk.{i}.{name}.weight" for i in range(layers) for name in NEEDED_IN_LAYER]
     if missing := [name for name in tensors if name not in file.tensors]:
         return f"has no tensor {missing[0]} ({len(missing)} are missing); {INSTEAD}"
+    return _misshapen(file, layers)
+
+
+def _misshapen(file: GgufFile, layers: int) -> str:
+    """The first matrix of the `layers` that has not the shape of the metadata, as the rest of a sentence; "" if all
+    have."""
+    config = gguf_file.configs(file)[0]
+    hidden, head_dim = config["hidden_size"], config.get("head_dim", 0)
+    queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+    inner = config.get("intermediate_size", file.tensors["blk.0.ffn_up.weight"].shape[0]) if layers else 0
+    shapes = {
+        **{"attn_q": (queries, hidden), "attn_k": (keys, hidden), "attn_v": (keys, hidden)},
+        **{"attn_output": (hidden, queries), "ffn_gate": (inner, hidden), "ffn_up": (inner, hidden)},
+        "ffn_down": (hidden, inner),
+    }
+    for layer in range(layers):
+        for name, expected in shapes.items():
+            shape = file.tensors[f"blk.{layer}.{name}.weight"].shape
+            if shape != expected:
+                return (
+                    f"has blk.{layer}.{name}.weight of the shape {_shown(shape)}, but according to its metadata "
+                    f"({', '.join(SIZES)}) it is {_shown(expected)}; {INSTEAD}"
+                )
     return ""
+
+
+def _shown(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))
 
 
 def _scaled_positions(file: GgufFile) -> str:

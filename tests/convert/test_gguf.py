@@ -307,6 +307,15 @@ def test_single_wrong_byte_is_read_or_rejected(written, tmp_path):
         ({"metadata": {"llama.block_count": "2"}}, "its metadata has a wrong type"),
         ({"metadata": {"llama.block_count": None}}, "has no llama.block_count in its metadata"),
         ({"tensors": {"blk.1.ffn_up.weight": None}}, "has no tensor blk.1.ffn_up.weight (1 are missing)"),
+        (
+            {"metadata": {"llama.attention.head_count_kv": None}},
+            "has blk.0.attn_k.weight of the shape 32 x 64, but according to its metadata",
+        ),
+        (
+            {"metadata": {"llama.attention.key_length": 8, "llama.rope.dimension_count": 8}},
+            "attention.key_length) it is 32 x 64; convert",
+        ),
+        ({"metadata": {"llama.feed_forward_length": 96}}, "has blk.0.ffn_gate.weight of the shape 128 x 64"),
         ({"kind": "Q5_0"}, "has Q5_0 weights (token_embd.weight), but GenAI's reader knows F16, Q8_0"),
         ({"kind": "BF16"}, "has BF16 weights (blk.0."),
     ],
