@@ -10,6 +10,8 @@ import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
+
 from speculative.convert.errors import ConvertError
 from speculative.convert.source import Source
 from speculative.error_text import one_line
@@ -27,6 +29,9 @@ REQUIRED = {  # the tensors that optimum-intel loads, and starts at random if th
     *(f"midlayer.{name}.weight" for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")),
 }
 OPTIONAL = {"embed_tokens.weight", "d2t", "t2d", "midlayer.self_attn.rotary_emb.inv_freq"}
+CODES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}  # of embeddings in safetensors files
+COMPARED = 64  # rows of the embeddings
+ROUNDING = 0.01  # largest difference of embeddings in other number formats: more than that of bfloat16
 FEWEST_LAYERS = 7  # of a main model, for 1 < N/2 - 1 < N - 4
 LAYER = re.compile(r"^(model\.)?layers\.0\.")  # the name of the only layer in speculators' format
 
@@ -55,6 +60,8 @@ def check_fit(head: Source, main: Source) -> list[int]:
                 f"{head.name} was trained for {what} {head_value}, but {main.name} has {main_value}: it is the head "
                 "of another model"
             )
+    if not (main.is_gguf or main.is_ir):
+        _refuse_own_embeddings(head, main)
     return _layers(head, main, target.get("num_hidden_layers"))
 
 
@@ -85,6 +92,11 @@ def head_config(head: Source) -> dict:
     nested = config_read.get("eagle_config") or {}  # NVIDIA's checkpoints
     if unsupported := [key for key in UNSUPPORTED if config_read.get(key) or nested.get(key)]:
         raise ConvertError(f"{head.name} has {unsupported[0]}, which optimum-cli ignores; use a head without it")
+    if config_read.get("embed_requires_grad"):
+        raise ConvertError(
+            f"{head.name} was trained with embeddings of its own (embed_requires_grad), but a head gets those of the "
+            "main model; use another head"
+        )
     base, scaling = rope(config)
     config = {**config, "rope_theta": base, "rope_scaling": scaling}
     config_kept = {
@@ -147,6 +159,38 @@ def tensor_names(folder: Path) -> set[str]:
             except Exception as error:  # torch has no class for these
                 raise ConvertError(f"{path} cannot be read ({one_line(error)[:100]}); download it again") from error
     return {LAYER.sub("midlayer.", name) for name in names}
+
+
+def _refuse_own_embeddings(head: Source, main: Source) -> None:
+    """Raise ConvertError if the checkpoint of a head has other embeddings than its main model's, which it will get."""
+    own, of_main = _embeddings(head.folder), _embeddings(main.folder)
+    if own is None or of_main is None or own.shape[1] != of_main.shape[1]:
+        return
+    ids = np.linspace(0, min(len(own), len(of_main)) - 1, COMPARED).astype(int)
+    values, expected = (_float32(embeddings[ids]) for embeddings in (own, of_main))
+    difference = np.linalg.norm(values - expected) / np.linalg.norm(expected)
+    if difference > ROUNDING:
+        raise ConvertError(
+            f"{head.name} has embeddings of its own (embed_tokens.weight), which differ from those of {main.name} by "
+            f"{difference:.0%}, but a head gets those of the main model; use another head"
+        )
+
+
+def _embeddings(folder: Path) -> np.ndarray | None:
+    """The embeddings in a checkpoint, mapped from the file, bfloat16 as uint16; None if safetensors files have none."""
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors, start = _header(path)
+        for name, entry in tensors.items():
+            if name.endswith("embed_tokens.weight") and entry["dtype"] in CODES:
+                code, offset = CODES[entry["dtype"]], start + entry["data_offsets"][0]
+                return np.memmap(path, code, "r", offset, tuple(entry["shape"]))
+    return None
+
+
+def _float32(values: np.ndarray) -> np.ndarray:
+    if values.dtype == np.uint16:  # bfloat16
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32)
 
 
 def _layers(head: Source, main: Source, count: int | None) -> list[int]:

@@ -231,6 +231,7 @@ def test_layers_come_from_config_or_published_defaults(config, layers, checkpoin
         ),
         ("main", {"eagle_aux_hidden_state_layer_ids": [0, 4, 5]}, r"\(-1, 3, 4; -1: the embeddings\)"),
         ("main", {"eagle_config": {"norm_before_fc": True}}, "has norm_before_fc, which optimum-cli ignores"),
+        ("main", {"embed_requires_grad": True}, "was trained with embeddings of its own"),
         ("main", {"norm_before_residual": True}, "has norm_before_residual, which optimum-cli ignores"),
         ("main", {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "of the architecture Eagle3DeepseekV2ForCausalLM"),
         ("main", {"modal_type": "VLM"}, "is the head of a vision-language model"),
@@ -276,6 +277,20 @@ def test_head_with_missing_or_further_tensors_is_rejected(name, words, checkpoin
     safetensors.save_file(tensors, head / "model.safetensors")
     status, _, error = exported(capsys, checkpoints / "main", head, tmp_path / "pair")
     assert status == 1 and words in error and len(error.splitlines()) == 1
+
+
+def test_head_may_store_embeddings_of_its_main_model_only(checkpoints, tmp_path):
+    folder = changed(checkpoints, tmp_path / "head")
+    head, main = open_source(str(folder), None), open_source(str(checkpoints / "main"), None)
+    tensors = safetensors.load_file(folder / "model.safetensors")
+    embeddings = safetensors.load_file(checkpoints / "main/model.safetensors")["model.embed_tokens.weight"]
+    for kind in (torch.float32, torch.float16, torch.bfloat16):
+        safetensors.save_file({**tensors, "embed_tokens.weight": embeddings.to(kind)}, folder / "model.safetensors")
+        assert eagle3_source.check_fit(head, main) == list(LAYERS)
+    trained = embeddings + 0.1 * embeddings.flip(0)
+    safetensors.save_file({**tensors, "embed_tokens.weight": trained}, folder / "model.safetensors")
+    with pytest.raises(ConvertError, match=r"which differ from those of .* by \d+%, but a head gets those of the main"):
+        eagle3_source.check_fit(head, main)
 
 
 def test_head_without_d2t_table_is_rejected(checkpoints, tmp_path, capsys):
