@@ -665,7 +665,7 @@ def test_moved_prompts_and_head_are_recognised_by_their_content(main, made, prun
     head = {"--init-from": "elsewhere", "content of --init-from": stages._weights_hash(made)}
     settings.write_text(json.dumps({**json.loads(settings.read_text()), **head}))
     for folder, options in (
-        ("pruned", [*PRUNED_OPTIONS, "--prompts", prompts, "--compare", made, "--minutes", "0.01"]),
+        ("pruned", [*PRUNED_OPTIONS, "--prompts", prompts, "--minutes", "0.01"]),
         ("draft", [*SHORT, "--init-from", made]),
     ):
         assert run(main, tmp_path / folder, *options) == 0
