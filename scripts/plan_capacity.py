@@ -472,12 +472,12 @@ def main() -> int:
                 checks = planner.compare_with(arguments.against, all_settings[-1], replicas)
     result = result_of(arguments, planner, plans, drafting, checks, measured)
     shown = [plans_table(plans, goals), drafting_table(drafting), checks_table(checks), "\n".join(result["summary"])]
+    write_outputs(arguments, result, "\n\n".join(filter(None, shown)))
     if arguments.png:
         from speculative.bench.capacity import plot
 
         with exit_on(OSError, ValueError):
             atomic_write(arguments.png, plot.png(result))
-    write_outputs(arguments, result, "\n\n".join(filter(None, shown)))
     return 0
 
 
