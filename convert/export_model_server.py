@@ -17,6 +17,8 @@ split over steps (dynamic_split_fuse is off): with a draft and concurrent reques
 greedy output. An EAGLE-3 draft is served one request at a time, as the server requires, and not on an NPU.
 """
 
+from speculative.cli.ctrl_c import raise_on_signals
+
 import argparse
 import ipaddress
 import json
@@ -26,7 +28,7 @@ from pathlib import Path
 
 from speculative.cli import former_options
 from speculative.cli.parser import Parser
-from speculative.cli.processes import end_with_reader, raise_on_signals, utf8_output
+from speculative.cli.processes import end_with_reader, utf8_output
 from speculative.cli.properties import PROPERTY
 from speculative.convert import program
 from speculative.convert.errors import ConvertError

@@ -16,6 +16,8 @@ OUT_DIR gets main/, draft/, their logs and pair.json (how they were made), all a
 the same command again to resume.
 """
 
+from speculative.cli.ctrl_c import raise_on_signals
+
 import argparse
 import importlib.metadata
 import os
@@ -29,7 +31,7 @@ from pathlib import Path
 
 from speculative.cli.arguments import positive_float
 from speculative.cli.parser import Parser
-from speculative.cli.processes import print_or_exit, raise_on_signals, utf8_output
+from speculative.cli.processes import print_or_exit, utf8_output
 from speculative.convert import eagle3_source, gguf_source, group_size, optimum_cli, program, source, thinking
 from speculative.convert.child import Child
 from speculative.convert.errors import ConvertError

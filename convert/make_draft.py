@@ -31,6 +31,8 @@ states and the training state; it may be removed afterwards. Run an interrupted 
 --minutes continues the training.
 """
 
+from speculative.cli.ctrl_c import raise_on_signals
+
 import argparse
 import importlib.util
 import math
@@ -39,7 +41,7 @@ import sys
 from pathlib import Path
 
 from speculative.cli.parser import Parser
-from speculative.cli.processes import raise_on_signals, utf8_output
+from speculative.cli.processes import utf8_output
 from speculative.convert import program
 from speculative.convert.draft_training import stages
 from speculative.convert.errors import ConvertError

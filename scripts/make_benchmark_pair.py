@@ -27,6 +27,8 @@ with --acceptance.
 Prints a summary, then one JSON object on the last line, which is also saved as OUT/pair.json.
 """
 
+from speculative.cli.ctrl_c import raise_on_signals
+
 import argparse
 import json
 import shutil
@@ -46,7 +48,7 @@ from speculative.bench.prompts import read_prompts
 from speculative.cli.arguments import positive_float, positive_int
 from speculative.cli.parser import Parser
 from speculative.cli.pipeline_arguments import seed_number
-from speculative.cli.processes import raise_on_signals, utf8_output
+from speculative.cli.processes import utf8_output
 from speculative.cli.progress import tqdm
 from speculative.convert.errors import ConvertError
 from speculative.convert.work_folder import recover, replacement

@@ -5,7 +5,9 @@ import signal
 import socket
 import threading
 
-from speculative.cli.processes import signals_raise
+from speculative.cli.processes import raise_on_signals, signals_raise
+
+__all__ = ["CtrlC", "ctrl_c", "raise_on_signals"]
 
 signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # importing the engine takes a moment
 
