@@ -9,17 +9,19 @@ Trees with branches below the leaves (Li et al. 2024, EAGLE-2, arXiv 2406.16858)
 steps, and copies in the KV cache: here an accepted leaf is simply computed again, by the next forward pass.
 """
 
+import functools
 from itertools import accumulate
 
 import numpy as np
 
-from speculative.sampling.distribution import largest
 from speculative.sampling.proposal import Leaf, Proposal
 
 RANKS = 8  # alternatives to a draft token that may become leaves
 MAX_POSITIONS = 8  # draft tokens, from the first one on, beside which leaves are considered
 PRIOR = 8.0  # weight of the prior, in rejected tokens
 DECAY = 0.98  # decay of the statistics per rejected token
+BLOCK = 128  # logits of which `top_tokens` computes the maximum
+FEW = 256  # logits that Python sorts fast enough
 
 
 class LeafEstimate:
@@ -94,5 +96,17 @@ class LeafEstimate:
 def top_tokens(logits: np.ndarray, count: int, without: int) -> list[int]:
     """The ids of the `count` largest of `logits` float32 [V], largest first, except the id `without`, and those of
     -inf."""
-    ids = largest(logits, count + 1)
-    return [token for token in ids[logits[ids] > -np.inf].tolist() if token != without][:count]
+    # Each of the count + 1 largest blocks has a logit that is at least the smallest of their maxima.
+    maxima = np.maximum.reduceat(logits, _block_starts(len(logits)))
+    least = np.partition(maxima, -count - 1)[-count - 1] if count < len(maxima) else -np.inf
+    candidates = (logits >= least).nonzero()[0]
+    if len(candidates) > FEW:  # the largest logits are in few blocks
+        candidates = candidates[np.argsort(-logits[candidates], kind="stable")[: count + 1]]
+    found = [(-logit, token) for logit, token in zip(logits[candidates].tolist(), candidates.tolist(), strict=True)]
+    return [token for logit, token in sorted(found) if token != without and logit < np.inf][:count]
+
+
+@functools.cache
+def _block_starts(n: int) -> np.ndarray:
+    """Where the blocks of n logits start."""
+    return np.arange(0, n, BLOCK)

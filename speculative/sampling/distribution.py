@@ -138,11 +138,10 @@ class Distribution:
 
 
 def largest(logits: np.ndarray, k: int) -> np.ndarray:
-    """Return the token ids of the k largest of `logits` [V], or of all, largest first, ties to the lower id.
+    """Return the token ids of the k largest of `logits` [V], largest first, ties to the lower id. k must be below V.
 
     The k-th largest logit is never below the k-th largest block maximum, so only a few logits need sorting.
     """
-    k = min(k, len(logits))
     block = max(1, len(logits) // (8 * k))
     maxima = np.maximum.reduceat(logits, np.arange(0, len(logits), block))
     candidates = np.flatnonzero(logits >= np.partition(maxima, -k)[-k])
