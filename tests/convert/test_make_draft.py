@@ -100,7 +100,7 @@ def made(main, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"BATCH": 256, "MIN_STEPS": 200, "SAVE_EVERY": 0.1}.items():
             patch.setattr(f"{TRAINING}.{name}", value)
-        patch.setattr(Clock, "verdict_seconds", 2.0)
+        patch.setattr(Clock, "verdict_seconds", PATIENCE)  # on all held-out prompts
         with ctrl_c_when(lambda: (out / "work/training.pt").exists()):
             assert run(main, out, *SHORT, "--minutes", "60") == 130
         assert run(main, out, *SHORT) == 0
