@@ -1,6 +1,7 @@
 """Log-probabilities in the API: tokens as texts and bytes, aligned with the text of a choice."""
 
 import codecs
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -46,6 +47,12 @@ class TokenTexts:
             return self.token_bytes(token).decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.token_bytes(token))
+
+
+@functools.lru_cache(maxsize=1)
+def texts_of(tokenizer: openvino_genai.Tokenizer) -> TokenTexts:
+    """The `TokenTexts` of a tokenizer, read once: it takes a moment with a large vocabulary."""
+    return TokenTexts(tokenizer)
 
 
 class TokenEntry(NamedTuple):

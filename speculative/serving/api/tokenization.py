@@ -7,10 +7,10 @@ from openvino_genai import ChatHistory, Tokenizer
 from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema, model_validator
 
 from speculative.batch_decoder import BatchDecoder
-from speculative.models import vocabulary
 from speculative.sequence.prompt import TextTooLong, encode_text
 from speculative.serving.api.api_object import ApiObject
 from speculative.serving.api.errors import ApiError, prompt_too_long
+from speculative.serving.api.logprobs import texts_of
 from speculative.serving.api.messages import Message
 from speculative.serving.api.template_variables import TemplateVariables
 
@@ -94,15 +94,12 @@ def _decode(tokenizer: Tokenizer, tokens: list[int]) -> str:
     """The text of the tokens, with U+FFFD for incomplete characters, which the detokenizer may drop, together with a
     space before them."""
     text = tokenizer.decode(tokens, skip_special_tokens=False)
-    replaced = b"".join(_pieces(tokenizer).get(token, b"") for token in tokens).decode(errors="replace")
+    try:
+        texts = texts_of(tokenizer)
+    except ValueError:  # its detokenizer does not name the tokens
+        return text
+    replaced = b"".join(map(texts.token_bytes, tokens)).decode(errors="replace")
     if replaced.count("\ufffd") <= text.count("\ufffd"):
         return text
     first = tokenizer.decode(tokens[:1], skip_special_tokens=False)  # SentencePiece's leaves out the space before it
     return replaced.removeprefix(" ") if first and not first.startswith(" ") else replaced
-
-
-@functools.lru_cache(maxsize=1)
-def _pieces(tokenizer: Tokenizer) -> dict[int, bytes]:
-    """What each token adds to a text; empty if the detokenizer does not name its tokens."""
-    vocab = vocabulary.of(tokenizer)
-    return vocab.tokens() if vocab else {}

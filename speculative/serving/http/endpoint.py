@@ -30,7 +30,7 @@ from speculative.serving.api.base_request import BaseRequest
 from speculative.serving.api.chat_completions import ChatCompletionRequest
 from speculative.serving.api.completions import CompletionRequest
 from speculative.serving.api.errors import ApiError, describe_error, prompt_too_long, shorten
-from speculative.serving.api.logprobs import TokenTexts
+from speculative.serving.api.logprobs import TokenTexts, texts_of
 from speculative.serving.api.reasoning import ReasoningFormat
 from speculative.serving.api.response_events import ResponsesBuilder
 from speculative.serving.api.responses import ResponseBuilder, model_card
@@ -409,7 +409,7 @@ class Endpoint:
         tokenizer = self.engine.decoder.tokenizer
         if not self._token_texts and (request.num_logprobs is not None or request.num_prompt_logprobs is not None):
             assert tokenizer  # a server has one
-            self._token_texts = TokenTexts(tokenizer)
+            self._token_texts = texts_of(tokenizer)
         try:
             return [
                 self.engine.decoder.encode(prompt, request.config(1)) for prompt in request.prompts(self._tool_format)
