@@ -323,12 +323,12 @@ class BatchDecoder:
             request.cached_tokens += request.slot.match_prefix(request.sequence.token_ids)
             parts[request] = ScheduledTokens(request.slot, request.sequence.token_ids, 1)
         budget, first = prompt_budget(self.draft_length.main, running), parts[requests[0]]
-        shorter = {}
-        if first.missing > budget:
+        missing, shorter = first.missing, {}
+        if missing > budget:
             shorter = {
                 request: part
                 for request, part in parts.items()
-                if 2 * part.missing <= first.missing and not part.can_wait_for(first)
+                if 2 * part.missing <= missing and not part.can_wait_for(first)
             }
         ahead = _schedule(budget // 2, shorter)
         others = {request: part for request, part in parts.items() if request not in ahead}
