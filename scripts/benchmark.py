@@ -373,10 +373,10 @@ def faster_alone(rows: list[MethodRow], best: MethodRow | None) -> MethodRow | N
 
 def as_fast(rows: list[MethodRow], best: MethodRow | None) -> list[str]:
     """Other methods that draft and were as fast as the `best` one in at least one round."""
-    others = [row for row in rows if best and row["sampled"] == best["sampled"] and row["draft_length"]]
-    return [
-        row["name"] for row in others if best and row != best and any(map(ge, row["throughputs"], best["throughputs"]))
-    ]
+    if not best:
+        return []
+    others = [row for row in rows if row != best and row["sampled"] == best["sampled"] and row["draft_length"]]
+    return [row["name"] for row in others if any(map(ge, row["throughputs"], best["throughputs"]))]
 
 
 def summary(

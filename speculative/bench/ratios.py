@@ -43,11 +43,12 @@ def ratio(what: str, one: Method, other: Method, prompts: Sequence[int] | None =
     counts, seconds = (np.stack(part) for part in zip(*measured, strict=True))
     speeds = counts.sum(-1) / seconds.sum(-1)  # [method, round]
     ratios = (speeds[0] / speeds[1]).tolist()
+    middle = statistics.median(ratios)
     return {
         "what": what,
-        "ratio": statistics.median(ratios),
+        "ratio": middle,
         "range": [min(ratios), max(ratios)],
-        "interval": interval(counts.sum(1), seconds.sum(1), statistics.median(ratios)),
+        "interval": interval(counts.sum(1), seconds.sum(1), middle),
         "prompts": len(indices),
     }
 
