@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from speculative.atomic_write import atomic_write
-from speculative.bench.reporting.gains_table import gains, overview, sources, structured, summary
+from speculative.bench.reporting.gains_table import gains, overview, processor, sources, structured, summary
 from speculative.bench.result import Machine, RecordedResult
 from speculative.cli.parser import Parser
 from speculative.cli.processes import prepare_output
@@ -35,7 +35,7 @@ KEPT = ROOT / "docs/figures"
 PAGES = (ROOT / "README.md", ROOT / "docs/benchmarks.md", ROOT / "docs/structured-output.md")
 BLOCK = re.compile(r"(<!-- figures:([\w-]+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
 CODE = ("scripts", "speculative", "samples", "convert", "models/embedded")  # paths that results depend on
-MACHINE = ("date", "processor", "cores", "memory", "os", "python", "openvino", "openvino_genai")
+MACHINE = ("date", "processor", "instruction_sets", "cores", "memory", "os", "python", "openvino", "openvino_genai")
 LEFT_OUT = ("token_view",)  # not saved: only for the HTML report
 
 EMBEDDED = "models/embedded/main models/embedded/draft"
@@ -286,7 +286,7 @@ def shown(name: str, recorded: RecordedResult | None) -> str:
     return (
         f"```bash\n{recorded['command']}\n```\n\n"
         + "```text\n" + "\n".join(recorded["output"]) + "\n```\n\n"
-        + f"Measured {facts['date']} at commit {recorded['commit']} on {facts['processor']}, {facts['cores']} cores, "
+        + f"Measured {facts['date']} at commit {recorded['commit']} on {processor(facts)}, {facts['cores']} cores, "
         f"{facts['memory']}, {facts['os']}, Python {facts['python']}, OpenVINO {facts['openvino']}, OpenVINO GenAI "
         f"{facts['openvino_genai']}, in {recorded['minutes']:g} minutes.\n"
     )  # fmt: skip

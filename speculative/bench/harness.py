@@ -38,7 +38,7 @@ from speculative.cli.processes import print_or_exit, signals_raise
 from speculative.cli.progress import tqdm
 from speculative.decoder import GenerationResult
 from speculative.models.cached_model import CachedModel
-from speculative.models.cores import usable_cores
+from speculative.models.cores import instruction_sets, usable_cores
 from speculative.models.eagle3_head import EagleHead
 from speculative.models.spec import ModelSpec
 from speculative.pair import devices, weights
@@ -285,6 +285,7 @@ def environment(arguments: argparse.Namespace, load: BackgroundLoad | None = Non
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "command": shlex.join(["python", *sys.argv]),
         "processor": str(core.get_property("CPU", "FULL_DEVICE_NAME")).strip(),
+        "instruction_sets": instruction_sets(),
         "cores": usable_cores(),
         "memory": f"{memory.total / 2**30:.0f} GiB" if memory.total else "unknown",
         "os": platform.platform(),

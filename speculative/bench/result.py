@@ -20,7 +20,13 @@ Range = list[float]
 # ---- environment ----------------------------------------------------------------------------------------------------
 
 
-class Machine(TypedDict):
+class InstructionSets(TypedDict, total=False):
+    """What results of before 28 November 2026 lack."""
+
+    instruction_sets: str  # of the CPU, like "AVX2, AVX-512, VNNI"; "" if not known
+
+
+class Machine(InstructionSets):
     """The machine, and the versions of its software."""
 
     date: str  # of the measurement, like "2026-11-22 19:29 UTC"

@@ -21,7 +21,7 @@ from speculative.drafting.batch_policy import BatchDraftLength
 from speculative.drafting.latency_curve import LatencyCurve
 from speculative.drafting.policy import LONGEST, Costs
 from speculative.models.cached_model import CachedModel
-from speculative.models.cores import usable_cores
+from speculative.models.cores import instruction_sets, usable_cores
 from speculative.models.eagle3_head import EagleHead
 from speculative.models.spec import ModelSpec
 
@@ -138,7 +138,7 @@ def key(*models: ModelSpec | None) -> str:
     ]
     core = ov.Core()
     processor = [core.get_property("CPU", "FULL_DEVICE_NAME"), *core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")]
-    machine = [platform.node(), *processor, usable_cores()]
+    machine = [platform.node(), *processor, instruction_sets(), usable_cores()]
     return json.dumps([FORMAT, ov.__version__, *machine, named], sort_keys=True, default=str)
 
 

@@ -101,7 +101,7 @@ def structured(recorded: dict[str, RecordedResult]) -> str:
     result = cast(BenchmarkResult, facts["result"])
     return (
         f"{by_category(result, sampled=False)}\n"
-        f"`{facts['command']}`, {machine['cores']} cores of {machine['processor']}, OpenVINO GenAI "
+        f"`{facts['command']}`, {machine['cores']} cores of {processor(machine)}, OpenVINO GenAI "
         f"{machine['openvino_genai']}, {machine['date'][:10]}, commit {facts['commit']}.\n"
     )
 
@@ -126,10 +126,15 @@ def by_category(result: BenchmarkResult, sampled: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
+def processor(machine: Machine) -> str:
+    """The processor's short name, with its instruction sets; results of before 2026-11-28 lack them."""
+    name = machine["processor"].replace("(R)", "").removesuffix(" Processor")
+    return f"{name} ({sets})" if (sets := machine.get("instruction_sets")) else name
+
+
 def _where(machine: Machine) -> str:
     """Processor, cores and day of a measurement."""
-    processor = machine["processor"].replace("(R)", "").removesuffix(" Processor")
-    return f"{processor}, {machine['cores']} cores, {machine['date'][:10]}"
+    return f"{processor(machine)}, {machine['cores']} cores, {machine['date'][:10]}"
 
 
 def _best_in_bold(speedups: list[float]) -> str:
