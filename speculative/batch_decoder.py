@@ -10,8 +10,8 @@
 Requests join and leave between iterations (continuous batching: Yu et al. 2022, "Orca"; paged KV cache: Kwon et al.
 2023, arXiv 2309.06180). An iteration has three parts: drafting rounds, each one draft forward pass that proposes a
 token for every request that wants another; one main forward pass that verifies all draft tokens and processes chunks of
-new prompts; and `rejection_sampling.verify` per request, with the request's own random generator. The output of a
-request does not depend on the other requests.
+new prompts; and `rejection_sampling.verify` per request, with the request's own random generator. The distribution of a
+request's output does not depend on the other requests. Its draft length does, and so does sampled text without a seed.
 
 Requests with a common prefix (a system prompt, earlier chat turns) share its KV-cache blocks, even after the request
 that computed them has ended. Only full blocks of verified tokens are shared.
