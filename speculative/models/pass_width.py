@@ -1,8 +1,8 @@
 """The size of a forward pass in tokens: padding it to the size of the last pass can be faster than changing the size.
 
-OpenVINO prepares a forward pass again if its number of tokens differs from that of the pass before: 2 ms for a model of
-16 M parameters that takes 3 ms for a token, 6 to 9 ms for SmolLM2-135M, which takes 16. Draft lengths vary, so nearly
-every pass would be prepared again.
+OpenVINO prepares a forward pass again if its number of tokens differs from that of the pass before. For a model
+of 16 M parameters, whose pass over one token takes 3 ms, that costs 2 ms; docs/draft-length.md has SmolLM2-135M. Draft
+lengths vary, so nearly every pass would be prepared again.
 """
 
 from collections.abc import Sequence
