@@ -69,14 +69,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--suffix-decoding",
         action="store_true",
-        help="also measure our engine with suffix decoding, without and with the draft",
+        help="also measure this project's engine with suffix decoding, without and with the draft",
     )
     parser.add_argument(
         "--cache-tokens",
         type=positive_int,
         default=CACHE_TOKENS,
         metavar="N",
-        help="KV-cache size of our engine for all texts together (default: %(default)s); GenAI's grows as needed",
+        help="KV-cache size of this project's engine, in tokens (default: %(default)s); GenAI's grows as needed",
     )
     arguments = parser.parse_args()
     if not arguments.draft and not arguments.suffix_decoding:

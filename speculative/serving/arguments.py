@@ -185,7 +185,7 @@ def _add_ray_arguments(ray: argparse._ArgumentGroup) -> None:
         "--num-cpus",
         type=whole_number(1, 4096),
         metavar="N",
-        help="cores per replica (default: Ray counts 1)",
+        help="cores per replica (default: Ray reserves 1, OpenVINO uses all)",
     )
     ray.add_argument(
         "--resource", type=resource, action="append", default=[], metavar="NAME=AMOUNT",
