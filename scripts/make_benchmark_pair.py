@@ -71,7 +71,7 @@ SOURCE = ROOT / "models/embedded/main"
 HEAD_SOURCE = ROOT / "models/embedded/eagle3"
 PROMPTS = ROOT / "scripts/prompts/embedded_code.jsonl"
 
-# From the models' public config.json. Dimensions only: Qwen3's normalisation of queries and keys is left out.
+# From the models' public config.json. Dimensions only: Qwen3's normalization of queries and keys is left out.
 SHAPES = {
     "TinyLlama-1.1B": Shape(22, 2048, 32, 4, 64, 5632, 32000, 0),
     "Llama-3.2-1B": Shape(16, 2048, 32, 8, 64, 8192, 128256, 1),

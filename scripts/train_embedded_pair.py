@@ -146,7 +146,7 @@ def optimizer_of(model: LlamaForCausalLM) -> torch.optim.Optimizer:
 
 
 def train(model, loss_of, seconds: float, rate: float, state: Path, name: str, compiling: bool) -> None:
-    """Minimise loss_of(model) for `seconds` while the learning rate decays to 1/20; resumes from `state`."""
+    """Minimize loss_of(model) for `seconds` while the learning rate decays to 1/20; resumes from `state`."""
     model.to(DEVICE).train()
     optimizer = optimizer_of(model)
     spent, step = 0.0, 0

@@ -76,7 +76,7 @@ class BatchDraftLength:
     """Drafts while the expected tokens are worth the expected time.
 
     `AdaptiveDraftLength` for the batch as a whole: a drafting round includes the requests, most promising first, that
-    maximise
+    maximize
 
         expected additional tokens  -  rate to beat (tokens per second)  x  additional seconds to draft and verify
 

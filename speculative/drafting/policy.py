@@ -177,7 +177,7 @@ class AdaptiveDraftLength(DraftLengthPolicy):
 
         expected additional tokens  >  best rate so far (tokens per second) x additional seconds to draft and verify
 
-    which is the stopping rule that maximises tokens per second. Expected tokens come from an `AcceptanceEstimate`, the
+    which is the stopping rule that maximizes tokens per second. Expected tokens come from an `AcceptanceEstimate`, the
     seconds from the measured times. If not even a first token is worth its cost, decoding is plain, and a token is
     drafted periodically to probe whether that has changed.
 

@@ -1,6 +1,6 @@
 """Suffix decoding: draft tokens copied from earlier matches with the end of the text, without a draft model.
 
-Oliaro et al. 2025, "SuffixDecoding" (arXiv 2411.04975), which generalises prompt lookup (Saxena 2023): it finds
+Oliaro et al. 2025, "SuffixDecoding" (arXiv 2411.04975), which generalizes prompt lookup (Saxena 2023): it finds
 the longest matches and drafts the token that followed them most often. It searches the text itself (prompt and output
 so far) and past answers, if there are any.
 

@@ -1,7 +1,7 @@
 """Function-preserving expansion of a Llama, or an EAGLE-3 head, to a larger shape.
 
 As in Net2Net (Chen et al. 2015, arXiv 1511.05641), the small model occupies the first channels, heads and neurons of
-the large one, with its own int8 values, zero points and scales, so nothing is requantised. All other weights are
+the large one, with its own int8 values, zero points and scales, so nothing is requantized. All other weights are
 random. They have no effect because every matrix is block triangular:
 
     [ small  random ] [ x ]   [ small x ]

@@ -223,8 +223,8 @@ class TracelessCache(NamedTuple):
     name: str
 
 
-CPU_CACHE = TracelessCache("KEY_CACHE_QUANT_MODE", "BY_TOKEN", "keys quantised by token")
-GPU_CACHE = TracelessCache("KV_CACHE_PRECISION", "f16", "keys not quantised")
+CPU_CACHE = TracelessCache("KEY_CACHE_QUANT_MODE", "BY_TOKEN", "keys quantized by token")
+GPU_CACHE = TracelessCache("KV_CACHE_PRECISION", "f16", "keys not quantized")
 
 
 def _probabilities(logits: np.ndarray) -> np.ndarray:
@@ -252,7 +252,7 @@ def load(
     selects the backend; by default paged attention (False) on CPU and GPU, stateful (True) elsewhere and, with a
     warning, on a GPU without paged attention. The NPU has its own backend, for up to 1,152 tokens unless `capacity` or
     the properties MAX_PROMPT_LEN and MIN_RESPONSE_LEN raise it. If the default cache keeps traces of rejected tokens
-    beyond the model's own noise, it gets another one and the model's `note` says so: keys quantised by token on a CPU,
+    beyond the model's own noise, it gets another one and the model's `note` says so: keys quantized by token on a CPU,
     f16 on a GPU. `prepare` may modify the graph before anything else does. Raises ValueError for a model that cannot be
     rolled back, RuntimeError if OpenVINO cannot compile it.
     """
@@ -321,7 +321,7 @@ def _rolled_back(
 ) -> CachedModel:
     """Load the model with a cache that can be rolled back: the default one, or else `cache`.
 
-    The default caches of CPUs and GPUs quantise keys by channel: tokens of a block share scales, in which rejected
+    The default caches of CPUs and GPUs quantize keys by channel: tokens of a block share scales, in which rejected
     tokens leave traces. In `cache` they leave none, so a remaining difference is a fault of the model or the engine.
     The caller's own properties are not changed.
     """
@@ -347,7 +347,7 @@ def _rolled_back(
 def _check_text(folder: Path) -> np.ndarray | None:
     """Tokens of a text for the rollback check; None without a tokenizer that gives enough distinct tokens.
 
-    A draft mostly has its main model's tokenizer, which takes longer to load than to recognise.
+    A draft mostly has its main model's tokenizer, which takes longer to load than to recognize.
     """
     files = [folder / "openvino_tokenizer.xml", folder / "openvino_tokenizer.bin"]
     if not files[0].exists():

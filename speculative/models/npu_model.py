@@ -93,7 +93,7 @@ class NpuModel:
     def _infer(self, start: int, end: int) -> np.ndarray:
         """Logits after the tokens from `start` to `end` (for a prompt, after its last tokens only), as a view."""
         n = end - start
-        is_prompt = start == 0 and n > 1  # how NPUW recognises a prompt
+        is_prompt = start == 0 and n > 1  # how NPUW recognizes a prompt
         if is_prompt:
             mask = np.ones((1, n), np.int64)
         else:

@@ -115,7 +115,7 @@ class PagedModel:
 
     def clear(self) -> None:
         """Clear the cache's memory, except on a GPU. Entries that are not in use change the rounding of others in
-        their block: OpenVINO quantises keys by channel."""
+        their block: OpenVINO quantizes keys by channel."""
         for cache in self._caches:
             cache[: self._used] = 0
         self._used = 0

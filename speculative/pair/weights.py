@@ -28,7 +28,7 @@ class Weights(NamedTuple):
 
 
 def read(model: ov.Model) -> Weights:
-    """Summarise the constants of `model` from `ov.Core().read_model`, which maps the .bin file without reading it."""
+    """Summarize the constants of `model` from `ov.Core().read_model`, which maps the .bin file without reading it."""
     sizes: Counter[str] = Counter()  # bytes by element type
     parameters = bytes_per_step = 0
     for node in model.get_ops():

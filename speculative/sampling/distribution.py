@@ -87,7 +87,7 @@ class Distribution:
         weights = (logits if kept is None else logits[kept]) - logits[best]
         if params.temperature != 1:
             weights *= np.float32(1 / params.temperature)
-        np.exp(weights, out=weights)  # unnormalised softmax; the largest is 1
+        np.exp(weights, out=weights)  # unnormalized softmax; the largest is 1
         total = weights.sum()
         mass = params.top_p * total
         if params.min_p > 0:

@@ -616,7 +616,7 @@ def test_random_rollbacks_leave_the_cache_as_if_fresh(models):
 
 @pytest.mark.parametrize("draft", [DRAFT, ROOT / "models/embedded/eagle3"], ids=["draft model", "head"])
 def test_seed_clears_the_cache_memory(draft):
-    """Traces of earlier texts in a block change the rounding of keys that OpenVINO quantises by channel."""
+    """Traces of earlier texts in a block change the rounding of keys that OpenVINO quantizes by channel."""
     made = decoder.load(MAIN, draft, capacity=256)
     made.generate("class Point:", GenerationConfig(max_new_tokens=40))
     caches = [cache for model in made.models for cache in model.backend._caches]

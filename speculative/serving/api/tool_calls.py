@@ -113,7 +113,7 @@ Event = Text | Call | Arguments
 
 
 class ToolParser:
-    """Finds the calls of functions called `names` in one text. A call is recognised once its name and the beginning of
+    """Finds the calls of functions called `names` in one text. A call is recognized once its name and the beginning of
     its arguments have been read; the arguments are then passed on piece by piece, valid or not. All else is text.
     Unless `multiple`, the calls after the first are dropped. If calls are `forced`, there is nothing else to find."""
 

@@ -15,7 +15,7 @@ OPEN = ("/health", "/")  # probed by machines without a key; the page, which has
 
 
 def digest(key: str) -> bytes:
-    """The hash stored for a key: sufficient to recognise it, not to recover it."""
+    """The hash stored for a key: sufficient to recognize it, not to recover it."""
     return hashlib.sha256(key.encode()).digest()
 
 

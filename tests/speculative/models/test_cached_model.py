@@ -406,15 +406,15 @@ def test_default_precision_of_embedded_main_model_passes_the_check(stateful):
         assert isinstance(cached_model.load(ModelSpec(MAIN, "CPU", properties), stateful=stateful), CachedModel)
 
 
-def test_default_cache_with_rollback_traces_is_quantised_by_token(tmp_path):
+def test_default_cache_with_rollback_traces_is_quantized_by_token(tmp_path):
     folder = save_llama_with_outlier_keys(tmp_path / "ir", 40)
     model = cached_model.load(ModelSpec(folder, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}), capacity=64)
-    assert model.note.startswith("keys quantised by token (KEY_CACHE_QUANT_MODE=BY_TOKEN), because by channel rejected")
+    assert model.note.startswith("keys quantized by token (KEY_CACHE_QUANT_MODE=BY_TOKEN), because by channel rejected")
     assert cached_model.load(ModelSpec(folder, "CPU", EXACT), capacity=64).note == ""
     assert cached_model.load(MAIN, capacity=64).note == ""
 
 
-def test_default_cache_of_a_gpu_with_rollback_traces_is_not_quantised(tmp_path):
+def test_default_cache_of_a_gpu_with_rollback_traces_is_not_quantized(tmp_path):
     """On a CPU, as this machine may have no GPU."""
     folder = save_llama_with_outlier_keys(tmp_path / "ir", 40)
     graph = ov.Core().read_model(folder / "openvino_model.xml")
@@ -424,7 +424,7 @@ def test_default_cache_of_a_gpu_with_rollback_traces_is_not_quantised(tmp_path):
 
     f32 = {"INFERENCE_PRECISION_HINT": "f32"}
     model = cached_model._rolled_back(paged, f32, None, cached_model.GPU_CACHE)
-    assert model.note.startswith("keys not quantised (KV_CACHE_PRECISION=f16), because by channel rejected tokens")
+    assert model.note.startswith("keys not quantized (KV_CACHE_PRECISION=f16), because by channel rejected tokens")
 
 
 @pytest.mark.parametrize("own", [{"KEY_CACHE_QUANT_MODE": "BY_CHANNEL"}, {"KV_CACHE_PRECISION": "u8"}], ids=str)
