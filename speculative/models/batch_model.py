@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from speculative.models.block_pool import BlockPool, BlockTable
-from speculative.models.cached_model import CachedModel
+from speculative.models.cached_model import CachedModel, common_prefix
 from speculative.models.eagle3_head import EagleHead
 from speculative.models.paged_model import PagedModel, SequenceInput, rounded_up
 from speculative.models.pass_width import PassWidth
@@ -73,10 +73,7 @@ class Slot:
 
     def common_prefix(self, tokens: np.ndarray) -> int:
         """The number of leading `tokens` in the cache."""
-        n = min(self._length, len(tokens))
-        differ = self._tokens[:n] != tokens[:n]
-        first = int(differ.argmax()) if n else 0
-        return first if n and differ[first] else n
+        return common_prefix(self._tokens[: self._length], tokens)
 
     def match_prefix(self, tokens: np.ndarray) -> int:
         """Reuse the shared blocks of other sequences for the longest prefix of `tokens` without the last token.

@@ -133,10 +133,7 @@ class CachedModel:
 
     def common_prefix(self, tokens: np.ndarray) -> int:
         """The number of leading `tokens` in the cache."""
-        n = min(self._length, len(tokens))
-        differ = self._tokens[:n] != tokens[:n]
-        first = int(differ.argmax()) if n else 0
-        return first if n and differ[first] else n
+        return common_prefix(self._tokens[: self._length], tokens)
 
     def reset(self) -> None:
         """Clear the cache."""
@@ -213,6 +210,13 @@ class CachedModel:
         difference, usual_noise = (float(np.median(np.concatenate(rows))) for rows in (rolled_back, noise))
         if not (difference < max(EXACT_DIFFERENCE, NOISE_FACTOR * usual_noise) and usual_noise < MAX_NOISE):
             raise CannotRollBack(self.backend.kind, difference, usual_noise)
+
+
+def common_prefix(tokens: np.ndarray, others: np.ndarray) -> int:
+    """The number of leading tokens that two sequences, int64 [n] and [m], have in common."""
+    n = min(len(tokens), len(others))
+    differ = tokens[:n] != others[:n]
+    return int(differ.argmax()) if differ.any() else n
 
 
 class TracelessCache(NamedTuple):

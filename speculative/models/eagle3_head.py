@@ -12,7 +12,7 @@ as the main model has verified their tokens.
 import numpy as np
 
 from speculative.models import cached_model
-from speculative.models.cached_model import CachedModel
+from speculative.models.cached_model import CachedModel, common_prefix
 from speculative.models.eagle3_graph import HeadGraph
 from speculative.models.paged_model import PagedModel
 from speculative.models.spec import ModelSpec
@@ -62,9 +62,7 @@ class Entries:
 
     def _common_prefix(self, tokens: np.ndarray) -> int:
         """The number of leading entries that are of `tokens`."""
-        n = min(self._length + 1, len(tokens))
-        differ = np.flatnonzero(self._tokens[:n] != tokens[:n])
-        return max(int(differ[0]) if len(differ) else n, 1) - 1
+        return max(common_prefix(self._tokens[: self._length + 1], tokens), 1) - 1
 
 
 class EagleHead:
