@@ -96,7 +96,7 @@ def serve(
     seen = 1.0 if routing == "prefix" else share
     arrivals, ongoing_chats = workload.arrivals(rate * share, count, random, seen)
     environment = simpy.Environment()
-    simulated_replicas = _replicas(environment, costs, settings, simulated, in_process=False)
+    simulated_replicas = _replicas(environment, costs, settings, simulated)
     router = Router(routing, simulated_replicas, random)
     if workload.cached:
         _fill_caches(arrivals, ongoing_chats, simulated_replicas, router)
@@ -119,11 +119,9 @@ def serve(
     return Served(counted, busy / (seconds * simulated), batch_seconds / busy if busy else 0.0, throughput, seconds)
 
 
-def _replicas(
-    environment: simpy.Environment, costs: Costs, settings: Settings, n: int, in_process: bool
-) -> list[Replica]:
+def _replicas(environment: simpy.Environment, costs: Costs, settings: Settings, n: int) -> list[Replica]:
     cores = SharedCores(environment, costs.server, n) if costs.server else None
-    return [Replica(environment, costs, settings, cores=cores, in_process=in_process) for _ in range(n)]
+    return [Replica(environment, costs, settings, cores=cores) for _ in range(n)]
 
 
 def _fill_caches(
@@ -144,15 +142,14 @@ class ClosedLoop:
 
     def __init__(
         self, costs: Costs, settings: Settings, workload: Workload, seed: int, replicas: int = 1,
-        routing: Routing = "balanced", in_process: bool = False,
+        routing: Routing = "balanced",
     ):  # fmt: skip
-        """`in_process`: the clients are in the thread of the batch decoder, as in benchmark_batching.py."""
         self._environment = simpy.Environment()
-        self.replicas = _replicas(self._environment, costs, settings, replicas, in_process)
+        self.replicas = _replicas(self._environment, costs, settings, replicas)
         self._seed, self._num_spans = seed, 0  # the same requests, whatever the settings and the order of their answers
         self._router = Router(routing, self.replicas, np.random.default_rng(seed))
         self._workload = workload
-        self._latency = 0.0 if in_process else costs.latency
+        self._latency = 0.0 if settings.in_process else costs.latency
 
     def run(self, clients: int, seconds: float, first: int) -> Span:
         """As `Load.run`: the simulated records of `clients` clients for `seconds`."""

@@ -184,12 +184,12 @@ class Planner:
 
     def closed_loop(
         self, settings: Settings, clients: Sequence[int], name: str, seconds: float = 0.0, rounds: int = 1,
-        replicas: int = 1, in_process: bool = False,
+        replicas: int = 1,
     ) -> Load:  # fmt: skip
         """Simulate clients that send one request after another, after a warm-up, as the load benchmarks do. `seconds`:
         by default, long enough for several requests of each client, which take longer the more there are."""
         each = LASTING * self._seconds_alone(settings) if not seconds else 0.0
-        loop = ClosedLoop(self.costs, settings, self.workload, self.seed, replicas, self.routing, in_process)
+        loop = ClosedLoop(self.costs, settings, self.workload, self.seed, replicas, self.routing)
         load = Load(name, loop.run)
         for number in range(rounds + 1):
             for place, n in enumerate(clients):
@@ -240,7 +240,9 @@ class Planner:
         workload = dataclasses.replace(
             self.workload, prompt=self.costs.prompt_tokens, output=lengths(str(tokens)), trace=(), cached=0.0
         )
-        costs, in_process = self.costs, measured[0].get("program") == "benchmark_batching"
+        in_process = measured[0].get("program") == "benchmark_batching"
+        full = dataclasses.replace(settings, max_num_seqs=max(clients), in_process=in_process)
+        costs = self.costs
         if costs.server:
             costs = dataclasses.replace(costs, server=dataclasses.replace(costs.server, servers=MEASURED_SERVERS))
         planner = Planner(costs, workload, self.goals, self.routing, self.count, self.seed)
@@ -249,8 +251,9 @@ class Planner:
             with_draft = METHODS[method]
             if with_draft and not self.costs.draft:
                 continue
-            full = dataclasses.replace(settings, with_draft=with_draft, max_num_seqs=max(clients))
-            load = planner.closed_loop(full, clients, method, seconds, rounds, replicas, in_process)
+            load = planner.closed_loop(
+                dataclasses.replace(full, with_draft=with_draft), clients, method, seconds, rounds, replicas
+            )
             for n in clients:
                 measured_rows = [one for one in rows if (one["method"], one["clients"]) == (method, n)]
                 if not measured_rows:

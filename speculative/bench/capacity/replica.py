@@ -30,12 +30,14 @@ PIECE_SECONDS = 0.04  # of text per streamed piece after the first (PIECE_INTERV
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a replica, as in samples/serve/serve_pair.py."""
+    """Settings of a replica, as in samples/serve/serve_pair.py. `in_process`: there is no server; the thread of the
+    batch decoder tokenizes and sends the requests, one after another, as in benchmark_batching.py."""
 
     with_draft: bool = True
     max_num_seqs: int = 16
     max_queue: int = 64
     cache_tokens: int = 16_384
+    in_process: bool = False
 
     @property
     def room(self) -> int:
@@ -107,11 +109,9 @@ class Replica:
         settings: Settings,
         policy: BatchDraftLength | None = None,
         cores: SharedCores | None = None,
-        in_process: bool = False,
     ):
         """`policy` decides on draft lengths, by default as in the engine. `cores` are shared with other replicas and
-        with the server's other work. `in_process`: requests are tokenized and sent by the thread of the batch decoder,
-        one after another, as in benchmark_batching.py."""
+        with the server's other work."""
         self.environment = environment
         self.costs = costs
         self.settings = settings
@@ -121,7 +121,6 @@ class Replica:
         self.waiting: deque[SimulatedRequest] = deque()
         self.running: list[SimulatedRequest] = []
         self.cores = cores
-        self.in_process = in_process
         self.busy = 0.0  # seconds in iterations
         self.in_batch = 0.0  # seconds in iterations, of each request
         self._prefixes: OrderedDict[int, int] = OrderedDict()  # tokens by chat, least recently used first
@@ -178,7 +177,8 @@ class Replica:
 
     def _admit(self) -> float:
         """Move waiting requests into the batch, in order; returns the seconds that this takes."""
-        tokenize = self.outside.tokenize if self.in_process else 0.0
+        in_process = self.settings.in_process
+        tokenize = self.outside.tokenize if in_process else 0.0
         seconds = 0.0
         while self.waiting and len(self.running) < self.settings.max_num_seqs:
             request = self.waiting[0]
@@ -187,7 +187,7 @@ class Replica:
                 break
             self.running.append(self.waiting.popleft())
             request.estimate = cast(AcceptanceEstimate, self.policy.estimate())
-            if self.in_process and request.sent == self.environment.now:  # sent after those before it, when tokenized
+            if in_process and request.sent == self.environment.now:  # sent after those before it, when tokenized
                 request.sent += seconds + tokenize
             seconds += tokenize + self.outside.arrival
         return seconds

@@ -607,7 +607,7 @@ def test_requests_of_one_thread_are_sent_one_after_another():
     ttft = {}
     for in_process in (True, False):
         environment = simpy.Environment()
-        replica = Replica(environment, costs, Settings(with_draft=False), in_process=in_process)
+        replica = Replica(environment, costs, Settings(with_draft=False, in_process=in_process))
         requests = [SimulatedRequest(20, 1) for _ in range(3)]
         environment.run(simpy.AllOf(environment, [replica.submit(request) for request in requests]))
         ttft[in_process] = [request.first - request.sent for request in requests]
