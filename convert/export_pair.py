@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
-from speculative.cli.arguments import positive_float
+from speculative.cli.number_types import positive_float
 from speculative.cli.parser import Parser
 from speculative.cli.processes import print_or_exit, utf8_output
 from speculative.convert import eagle3_source, gguf_source, group_size, optimum_cli, program, source, thinking

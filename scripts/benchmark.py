@@ -82,12 +82,11 @@ from speculative.cli.arguments import (
     lengths,
     limit_in_genai,
     model_specs,
-    positive_float,
-    positive_int,
     refuse,
     refuse_unusable,
     require_draft_for,
 )
+from speculative.cli.number_types import positive_float, positive_int
 from speculative.cli.parser import Parser
 from speculative.cli.processes import signals_raise
 from speculative.models.eagle3_graph import is_head

@@ -40,10 +40,10 @@ from speculative.cli.arguments import (
     add_starts_argument,
     lengths,
     limit_in_genai,
-    positive_int,
     refuse_unusable,
     require_draft_for,
 )
+from speculative.cli.number_types import positive_int
 from speculative.cli.parser import Parser
 from speculative.cli.processes import signals_raise
 from speculative.pair.engines import GENAI, NATIVE

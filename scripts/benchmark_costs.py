@@ -33,14 +33,8 @@ from openvino_genai import GenerationConfig
 from speculative import decoder
 from speculative.bench.result import BandwidthLimit, CostsStart, InferenceCosts, OneStart, SamplingCosts
 from speculative.bench.startup import Start, job, read_files, run
-from speculative.cli.arguments import (
-    add_huge_pages_argument,
-    add_pair_arguments,
-    model_specs,
-    positive_int,
-    refuse_unusable,
-    two_or_more,
-)
+from speculative.cli.arguments import add_huge_pages_argument, add_pair_arguments, model_specs, refuse_unusable
+from speculative.cli.number_types import positive_int, two_or_more
 from speculative.cli.parser import Parser
 from speculative.cli.processes import signals_raise
 from speculative.cli.progress import tqdm

@@ -23,7 +23,8 @@ from speculative.bench.harness import BackgroundLoad, environment
 from speculative.bench.load.clients import Target, ask, only_model
 from speculative.bench.load.metrics import RequestRecord
 from speculative.bench.load.server import StartedServer
-from speculative.cli.arguments import positive_int, refuse_unsound, two_or_more
+from speculative.cli.arguments import refuse_unsound
+from speculative.cli.number_types import positive_int, two_or_more
 from speculative.cli.parser import Parser
 from speculative.cli.processes import ctrl_c_waits, signals_raise
 

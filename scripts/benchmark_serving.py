@@ -51,7 +51,8 @@ from speculative.bench.load.processor_time import Meter
 from speculative.bench.load.server import StartedServer
 from speculative.bench.prompts import Prompt, read_prompts, shown_name, token_ids
 from speculative.bench.result import LoadRow
-from speculative.cli.arguments import add_device_arguments, positive_int, refuse_in_native, refuse_unsound
+from speculative.cli.arguments import add_device_arguments, refuse_in_native, refuse_unsound
+from speculative.cli.number_types import decimal, positive_int
 from speculative.cli.parser import Parser
 from speculative.cli.processes import ctrl_c_waits, signals_raise
 from speculative.cli.properties import PROPERTY
@@ -93,7 +94,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--chat", action="store_true", help="use /chat/completions instead of /completions")
     parser.add_argument(
         "--temperature",
-        type=temperature,
+        type=decimal(lambda value: 0 <= value <= 2, "from 0 to 2"),
         default=0.0,
         metavar="T",
         help="sampling temperature; 0 is greedy (default: 0)",
@@ -118,16 +119,6 @@ def parse_arguments() -> argparse.Namespace:
     if arguments.baseline_url and not arguments.url:
         parser.error("--baseline-url requires --url, the server with a draft")
     return arguments
-
-
-def temperature(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1
-    if not 0 <= value <= 2:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 2")
-    return value
 
 
 def threads_of(arguments: argparse.Namespace) -> int:

@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 import openvino_genai
 
-from speculative.cli.arguments import positive_int, refuse
+from speculative.cli.arguments import refuse
+from speculative.cli.number_types import positive_int
 from speculative.cli.parser import Parser
 from speculative.models import cached_model
 from speculative.models.cached_model import CachedModel

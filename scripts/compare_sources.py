@@ -40,13 +40,11 @@ from speculative.cli.arguments import (
     add_prompt_arguments,
     lengths,
     model_specs,
-    positive_int,
     refuse_unusable,
     temperatures,
-    two_or_more,
 )
+from speculative.cli.number_types import positive_int, seed_number, two_or_more
 from speculative.cli.parser import Parser
-from speculative.cli.pipeline_arguments import seed_number
 from speculative.cli.progress import tqdm
 from speculative.drafting.lookup_policy import LookupDraftLength
 from speculative.drafting.policy import LONGEST, AdaptiveDraftLength, Costs

@@ -56,7 +56,8 @@ from speculative.bench.devices.results import ResultsFile
 from speculative.bench.prompts import read_prompts, token_ids
 from speculative.bench.result import SwapEnvironment
 from speculative.cli import former_options
-from speculative.cli.arguments import add_run_arguments, lengths, positive_float, refuse, refuse_unsound
+from speculative.cli.arguments import add_run_arguments, lengths, refuse, refuse_unsound
+from speculative.cli.number_types import positive_float
 from speculative.cli.parser import Parser
 from speculative.cli.processes import signals_raise
 from speculative.cli.progress import tqdm

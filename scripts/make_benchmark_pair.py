@@ -45,9 +45,8 @@ import openvino_genai
 
 from speculative.bench import genai
 from speculative.bench.prompts import read_prompts
-from speculative.cli.arguments import positive_float, positive_int
+from speculative.cli.number_types import positive_float, positive_int, seed_number, share
 from speculative.cli.parser import Parser
-from speculative.cli.pipeline_arguments import seed_number
 from speculative.cli.processes import utf8_output
 from speculative.cli.progress import tqdm
 from speculative.convert.errors import ConvertError
@@ -116,17 +115,6 @@ def shape(text: str) -> Shape:
     return Shape(**chosen)
 
 
-def rate(text: str) -> float:
-    """An argparse type: a number from 0 to 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if 0 <= value <= 1:
-        return value
-    raise argparse.ArgumentTypeError(f"{text!r} is not an acceptance rate from 0 to 1")
-
-
 def new_tokens(text: str) -> int:
     """An argparse type: a whole number of 3 or more, enough for a draft token between the main model's."""
     if (value := positive_int(text)) < 3:
@@ -157,7 +145,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--eagle3", action="store_true", help="the draft is an EAGLE-3 head of the main model's shape")
     add(
         "--acceptance",
-        type=rate,
+        type=share,
         metavar="A",
         help="acceptance rate of the draft (default: 0.75; with --eagle3, that of the embedded head)",
     )

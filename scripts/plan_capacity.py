@@ -60,13 +60,10 @@ from speculative.cli.arguments import (
     add_huge_pages_argument,
     add_prompt_arguments,
     model_specs,
-    positive_float,
-    positive_int,
     refuse_unusable,
-    two_or_more,
 )
+from speculative.cli.number_types import decimal, positive_float, positive_int, seed_number, share, two_or_more
 from speculative.cli.parser import Parser
-from speculative.cli.pipeline_arguments import seed_number
 from speculative.cli.properties import PROPERTY
 from speculative.pair.engines import NATIVE
 from speculative.serving.settings import Limits, Pair
@@ -245,21 +242,7 @@ def _add_goals_arguments(group: argparse._ArgumentGroup) -> None:
 # ---- types of arguments ---------------------------------------------------------------------------------------------
 
 
-def share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
-    return value
-
-
-def percentile(text: str) -> float:
-    value = positive_float(text)
-    if value >= 100:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a percentile above 0 and below 100")
-    return value
+percentile = decimal(lambda value: 0 < value < 100, "above 0 and below 100")
 
 
 def rates(text: str) -> list[float]:

@@ -22,12 +22,8 @@ import openvino_genai
 from speculative import decoder
 from speculative.bench import genai
 from speculative.bench.result import EngineCheck, SmokeResult
-from speculative.cli.arguments import (
-    add_device_arguments,
-    model_specs,
-    positive_int,
-    refuse_unusable,
-)
+from speculative.cli.arguments import add_device_arguments, model_specs, refuse_unusable
+from speculative.cli.number_types import positive_int, share
 from speculative.cli.parser import Parser
 from speculative.error_text import one_line
 from speculative.pair.engines import GENAI, NATIVE
@@ -36,12 +32,6 @@ from speculative.sequence import metrics
 ROOT = Path(__file__).resolve().parent.parent
 
 PROMPTS = ("def read_notes(path):", "class Triangle:", "Count the words of a text.")
-
-
-def share(text: str) -> float:
-    if 0 <= (value := float(text)) <= 1:
-        return value
-    raise argparse.ArgumentTypeError(f"{text} is not a number from 0 to 1")
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -64,7 +64,8 @@ from speculative.bench.tuning.session import Ended
 from speculative.bench.tuning.settings import Setting, kind
 from speculative.bench.tuning.stages import Tuning
 from speculative.bench.tuning.verdict import Verdict, judge
-from speculative.cli.arguments import add_prompt_arguments, positive_int, refuse_unsound
+from speculative.cli.arguments import add_prompt_arguments, refuse_unsound
+from speculative.cli.number_types import decimal, positive_int
 from speculative.cli.parser import Parser
 from speculative.cli.processes import signals_raise
 from speculative.cli.properties import PROPERTY
@@ -74,16 +75,7 @@ from speculative.pair import recommendation
 signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until something is measured
 
 KINDS = ["CPU", "GPU", "NPU"]  # device types tried by default
-
-
-def minutes(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0
-    if 0 < value <= 1440:
-        return value
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number of minutes above 0 and up to 1440")
+minutes = decimal(lambda value: 0 < value <= 1440, "of minutes above 0 and up to 1440")
 
 
 def parse_arguments() -> argparse.Namespace:

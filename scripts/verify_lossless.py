@@ -60,14 +60,12 @@ from speculative.cli.arguments import (
     lengths,
     limit_in_genai,
     model_specs,
-    positive_float,
-    positive_int,
     refuse,
     refuse_unusable,
     require_draft_for,
 )
+from speculative.cli.number_types import positive_float, positive_int, seed_number
 from speculative.cli.parser import Parser
-from speculative.cli.pipeline_arguments import seed_number
 from speculative.cli.properties import PROPERTY
 from speculative.models.cores import usable_cores
 from speculative.pair.engines import NATIVE

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from speculative.cli.number_types import positive_int, two_or_more
 from speculative.cli.parser import DRAFT_DEVICE
 from speculative.cli.properties import PROPERTY
 from speculative.models.spec import ModelSpec
@@ -114,31 +115,6 @@ def require_draft_for(parser: argparse.ArgumentParser, arguments: argparse.Names
         name = option.strip("-").replace("-", "_")
         if not arguments.draft and vars(arguments)[name] != defaults[name]:
             parser.error(f"{option} requires a draft: add its folder")
-
-
-def positive_int(text: str) -> int:
-    """An argparse type: a whole number above 0 and below 2**31."""
-    if text.isdecimal() and len(text) <= 10 and 0 < int(text) < 2**31:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0 and below {2**31}")
-
-
-def positive_float(text: str) -> float:
-    """An argparse type: a finite number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value
-
-
-def two_or_more(text: str) -> int:
-    """An argparse type: new tokens, of which the first does not count as decoding."""
-    if positive_int(text) == 1:
-        raise argparse.ArgumentTypeError("'1' leaves nothing to time after the first token: use 2 or more")
-    return int(text)
 
 
 def lengths(text: str) -> list[int]:

@@ -8,7 +8,7 @@ import argparse
 import math
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import openvino
 import openvino_genai
 
 from speculative.cli.console import ALL_TOKENS, fail, say
+from speculative.cli.number_types import decimal, seed_number, whole_number
 from speculative.cli.parser import DRAFT_DEVICE, Parser
 from speculative.cli.properties import PROPERTY
 from speculative.models.config import context_length, read_config
@@ -98,20 +99,6 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = No
     return args
 
 
-def whole_number(low: int, high: int) -> Callable[[str], int]:
-    """Return an argparse type for whole numbers from `low` to `high` inclusive."""
-
-    def parse(text: str) -> int:
-        if text.isdecimal() and len(text) < 20 and low <= int(text) <= high:
-            return int(text)
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
-
-    return parse
-
-
-seed_number = whole_number(0, 2**32 - 1)  # an argparse type: what numpy and GenAI take as a seed
-
-
 def draft_length(text: str) -> float:
     """Parse 1 to MAX_DRAFT_LENGTH tokens, auto (returned as 0), or a draft confidence threshold between 0 and 1."""
     try:
@@ -127,21 +114,6 @@ def set_draft_length(args: argparse.Namespace, value: float) -> None:
     is_threshold = isinstance(value, float)
     args.num_assistant_tokens = 0 if is_threshold else value
     args.assistant_confidence_threshold = value if is_threshold else 0.0
-
-
-def decimal(valid: Callable[[float], bool], range_: str) -> Callable[[str], float]:
-    """Return an argparse type for numbers for which `valid` is true; `range_` describes them."""
-
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if valid(value):
-            return value
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number {range_}")
-
-    return parse
 
 
 def file_text(path: str) -> str:

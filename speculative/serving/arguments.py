@@ -10,15 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from speculative.cli import console, former_options
+from speculative.cli.number_types import decimal, whole_number
 from speculative.cli.parser import Parser
 from speculative.cli.pipeline_arguments import (
     ARGUMENTS,
     DRAFT_LENGTH,
     check_models,
-    decimal,
     draft_properties,
     take_recommendation,
-    whole_number,
 )
 from speculative.models.eagle3_head import has_paged_attention
 from speculative.models.spec import ModelSpec

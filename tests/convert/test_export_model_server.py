@@ -440,8 +440,8 @@ def test_unknown_graph_field_is_rejected(assignment, words, pair, out, refuses):
         (["-k", "two"], "invalid int value: 'two'"),
         (["--property", "FAST"], "'FAST' is not KEY=VALUE"),
         (["--bind", "everywhere"], "'everywhere' is not an IPv4 address"),
-        (["--port", "70000"], "'70000' is not a port"),
-        (["--port", "-1"], "'-1' is not a port"),
+        (["--port", "70000"], "'70000' is not a whole number from 1 to 65535"),
+        (["--port", "-1"], "'-1' is not a whole number from 1 to 65535"),
     ],
 )
 def test_invalid_options_are_named(arguments, words, pair, out, refuses):

@@ -129,6 +129,12 @@ def test_smoke_accepts_own_prompt_and_main_model_as_draft(run_here):
     assert result["acceptance_rate"] == result["engine"]["acceptance_rate"] == 1.0 and result["draft_length"] == 3
 
 
+@pytest.mark.parametrize("rate", ["1.5", "high"])
+def test_smoke_rejects_invalid_acceptance_rate(run_here, rate):
+    process = run_here("scripts/smoke.py", DRAFT, DRAFT, "--min-acceptance", rate)
+    assert process.returncode == 2 and f"'{rate}' is not a number from 0 to 1" in process.stderr.splitlines()[-1]
+
+
 def accept_everything(drafted, q, p, random):
     return rejection_sampling.Acceptance(len(drafted), rejection_sampling.draw(p(len(drafted)), random))
 

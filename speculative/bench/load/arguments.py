@@ -9,7 +9,8 @@ from speculative.atomic_write import atomic_write
 from speculative.bench.harness import add_output_arguments, output_file, write_outputs
 from speculative.bench.result import BatchingResult, ServingResult
 from speculative.cli import former_options
-from speculative.cli.arguments import add_prompt_arguments, positive_float, positive_int, two_or_more
+from speculative.cli.arguments import add_prompt_arguments
+from speculative.cli.number_types import positive_float, positive_int, two_or_more
 
 
 def add_load_arguments(parser: argparse.ArgumentParser) -> None:
