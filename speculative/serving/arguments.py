@@ -31,7 +31,7 @@ from speculative.serving.settings import API_KEY_VARIABLE, LARGEST, Limits, Pair
 
 FORMER_OPTIONS = {"--max-num-seqs": ["--max-running"], "--max-queue": ["--max-waiting"]}
 ORIGIN = re.compile(r"\*|https?://[a-z0-9.:\[\]-]+")
-_above_zero = decimal(lambda value: 0 < value < 1e6, "above 0")
+_above_zero = decimal(lambda value: 0 < value < 1e6, "above 0 and below 1,000,000")
 
 
 def parse(description: str, arguments: Sequence[str] | None = None, elsewhere: bool = False) -> Settings:

@@ -950,6 +950,14 @@ def test_draft_model_and_suffix_decoding_draft_together(monkeypatch):
     assert 0 < accepted[0] < accepted[1] and accepted[1] > 36  # nearly all of the second answer is a copy of the first
 
 
+@pytest.mark.parametrize("seconds", ["0", "2e6"])
+def test_error_names_the_range_of_a_time_limit(monkeypatch, capsys, seconds):
+    with pytest.raises(SystemExit) as end:
+        parsed_arguments(monkeypatch, "--timeout", seconds)
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert end.value.code == 2 and f"'{seconds}' is not a number above 0 and below 1,000,000" in error
+
+
 @pytest.mark.parametrize(
     ("given", "word"),
     [
