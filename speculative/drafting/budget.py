@@ -1,5 +1,7 @@
 """Draft budget: a token bucket that limits the loss of drafting, and when to compare it with plain decoding."""
 
+from speculative.drafting.latency_curve import LatencyTable
+
 
 class DraftBudget:
     """The time that drafting may still lose, in units of a plain forward pass of the main model.
@@ -79,17 +81,14 @@ class OmittedCopies:
     def forget(self) -> None:
         self._copies = self._correct = 0
 
-    def update(
-        self, budget: DraftBudget, copies: int, was_correct: bool, plain: float, verify: list[float], change: float
-    ) -> None:
+    def update(self, budget: DraftBudget, copies: int, was_correct: bool, plain: float, verify: LatencyTable) -> None:
         """Record an iteration without a draft, in which `copies` tokens would have been copied. `was_correct`: the
-        first one was the next token. Seconds: `verify` of a forward pass over 0, 1, ... tokens, `change` additional
-        ones if its size changes, `plain` of a plain one."""
+        first one was the next token. Seconds: `verify` of the main model's forward passes, `plain` of a plain one."""
         self._copies = self._copies or copies
         if not self._copies:
             return
         self._correct += was_correct
         if not was_correct or self._correct == self._copies:
-            seconds = verify[self._copies + 1] + self.CHANGE_SHARE * change
+            seconds = verify.seconds[self._copies + 1] + self.CHANGE_SHARE * verify.change
             budget.update(plain, seconds, self._correct + 1)
             self.forget()

@@ -258,9 +258,8 @@ class CombinedDraftLength(AdaptiveDraftLength):
         if drafted:
             self._omitted.forget()
         else:
-            plain, verify = self._plain_cost(), self._verify.seconds
             self._omitted.update(
-                self._budget, self._omitted_copies, self._was_correct, plain, verify, self._change_seconds
+                self._budget, self._omitted_copies, self._was_correct, self._plain_cost(), self._verify
             )
 
     def _plan_width(self, match: Proposal | None, can_use_model: bool) -> bool:

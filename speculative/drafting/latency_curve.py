@@ -69,8 +69,9 @@ class LatencyTable:
 
     SPREAD = 0.9  # weight of a time for one token more or less, relative to that for its own number
 
-    def __init__(self, seconds: np.ndarray):
+    def __init__(self, seconds: np.ndarray, change: float):
         self.seconds: list[float] = seconds.tolist()
+        self.change = change  # additional seconds of a forward pass of another size than the last
         self._nearness = [self.SPREAD**distance for distance in range(len(seconds))]
 
     def update(self, n: int, seconds: float, weight: float = TIME_WEIGHT) -> None:
@@ -80,6 +81,12 @@ class LatencyTable:
         self.seconds = [of_size * (1 + weights[abs(size - n)] * relative) for size, of_size in enumerate(self.seconds)]
         # Fewer tokens never cost more: lowers sizes that were measured under load and have not been seen since.
         self.seconds[:n] = [min(of_fewer, self.seconds[n]) for of_fewer in self.seconds[:n]]
+
+    def update_change(self, n: int, seconds: float, plain: float) -> None:
+        """Record the time of n tokens after another number. What a change takes counts as at most the time of a `plain`
+        pass."""
+        seen = min(max(seconds - self.seconds[n], -plain), plain)
+        self.change = max(self.change + TIME_WEIGHT * (seen - self.change), 0.0)
 
 
 class LatencyCurve:

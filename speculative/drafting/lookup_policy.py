@@ -46,11 +46,9 @@ class LookupDraftLength(DraftLengthPolicy):
 
     def reset(self, repeatable: bool = False) -> None:
         self._repeatable = repeatable
-        self._verify = LatencyTable(self.costs.verify())
+        self._verify = LatencyTable(self.costs.verify(), self.costs.main_change)
         self._passes = [1] * (LONGEST + 2)  # forward passes of each size
         self._plain_seconds = self._verify.seconds[1]  # of plain decoding, learned from that only
-        # additional seconds of a forward pass of another size than the last
-        self._change_seconds = self.costs.main_change
         self._acceptance = MatchEstimate()
         self._budget = DraftBudget(self.BUDGET, self.MAX_BUDGET)
         self._width = 1  # planned tokens of the next forward pass
@@ -81,7 +79,7 @@ class LookupDraftLength(DraftLengthPolicy):
         rate = self._rate()
         worth = net_of_time([0.0, *gains], rate, self._verify.seconds[1:])
         if self._budget.remaining(self._plain_cost()) > 0:
-            self._width = self.pass_width.plan(worth, rate * self._change_seconds)
+            self._width = self.pass_width.plan(worth, rate * self._verify.change)
         else:
             self._omitted_copies, self._width = worth.index(max(worth)), 1
             self.pass_width.plan_one()
@@ -101,24 +99,19 @@ class LookupDraftLength(DraftLengthPolicy):
             self._omitted.forget()
         else:
             was_correct = bool(self._declined_was_correct)
-            verify = self._verify.seconds
-            self._omitted.update(
-                self._budget, self._omitted_copies, was_correct, self._plain_cost(), verify, self._change_seconds
-            )
+            self._omitted.update(self._budget, self._omitted_copies, was_correct, self._plain_cost(), self._verify)
         self._declined, self._declined_was_correct, self._omitted_copies = None, None, 0
 
     def _update_seconds(self, tokens: int, seconds: float) -> None:
         """Record the seconds of an iteration that generated `tokens`."""
         least = self.pass_width.plain_size
         width, is_changed = min(max(self.pass_width.last, least), LONGEST + 1), self.pass_width.is_changed
-        unavoidable = self._change_seconds * (is_changed and self.pass_width.is_first)  # without a draft, too
-        expected = self._verify.seconds[width] + self._change_seconds * is_changed
+        unavoidable = self._verify.change * (is_changed and self.pass_width.is_first)  # without a draft, too
+        expected = self._verify.seconds[width] + self._verify.change * is_changed
         if self._repeatable:
             seconds = expected
         elif is_changed:
-            change = self._change_seconds
-            change_seen = min(max(seconds - self._verify.seconds[width], -self._plain_cost()), self._plain_cost())
-            self._change_seconds = max(change + TIME_WEIGHT * (change_seen - change), 0.0)
+            self._verify.update_change(width, seconds, self._plain_cost())
         else:
             self._passes[width] += 1
             self._verify.update(width, seconds, max(TIME_WEIGHT, 1 / self._passes[width]))
@@ -156,5 +149,5 @@ class LookupDraftLength(DraftLengthPolicy):
         return (
             f"as many tokens of a match as are worth verifying: {outcome}; the main model takes "
             f"{self._plain_cost() * 1000:.1f} ms for one token, {self._verify.seconds[5] * 1000:.1f} ms for 5, and "
-            f"{self._change_seconds * 1000:.1f} ms more where the number changes"
+            f"{self._verify.change * 1000:.1f} ms more where the number changes"
         )

@@ -202,9 +202,7 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         self._repeatable = repeatable
         self._drafting = DraftSteps(self.costs.drafting())
         self._step_seconds: list[float] = []  # of the draft steps of this iteration
-        self._verify = LatencyTable(self.costs.verify())
-        # additional seconds of a forward pass of another size than the last
-        self._change_seconds = self.costs.main_change
+        self._verify = LatencyTable(self.costs.verify(), self.costs.main_change)
         self._passes = self._verify.seconds  # of the next forward pass, by the tokens that it needs
         # of chains of 0, 1, ... draft tokens: seconds to draft and verify them, and value of the leaves beside them
         self._chain_seconds = [0.0] * (LONGEST + 1)
@@ -290,8 +288,8 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         rate = self._rate(1)
         of_fitting = ([0.0] * (1 + self._recomputed) + gains)[: LONGEST + 1]
         worth = net_of_time(accumulate(of_fitting, max), rate, seconds[1:])
-        self._width = self.pass_width.plan(worth, rate * self._change_seconds)
-        fitting, change = self.pass_width.seconds_of_planned(seconds, self._change_seconds)
+        self._width = self.pass_width.plan(worth, rate * self._verify.change)
+        fitting, change = self.pass_width.seconds_of_planned(seconds, self._verify.change)
         self._passes = [*fitting, *(of_size + change for of_size in seconds[len(fitting) :])]
 
     def _leaves_value(self, drafted: int, steps: int) -> float:
@@ -327,14 +325,13 @@ class AdaptiveDraftLength(DraftLengthPolicy):
                 if step or self._drafted_last_time:
                     self._drafting.update(step, of_step)
             if is_changed:
-                plain, change = self._plain_cost(), self._change_seconds
-                change_seen = min(max(main_seconds - self._verify.seconds[width], -plain), plain)
-                self._change_seconds = max(change + TIME_WEIGHT * (change_seen - change), 0.0)
+                change = self._verify.change
+                self._verify.update_change(width, main_seconds, self._plain_cost())
                 self._verify.update(width, main_seconds - change, MIN_TIME_WEIGHT)
             else:
                 self._verify.update(width, main_seconds)
-        unavoidable = self._change_seconds * (is_changed and is_first)  # without a draft, too
-        verify = self._verify.seconds[width] + self._change_seconds * is_changed - unavoidable
+        unavoidable = self._verify.change * (is_changed and is_first)  # without a draft, too
+        verify = self._verify.seconds[width] + self._verify.change * is_changed - unavoidable
         expected = self._drafting.seconds[steps] + verify
         self._tokens = self._tokens * self.DECAY + accepted + leaf + 1
         self._seconds = self._seconds * self.DECAY + expected

@@ -32,14 +32,14 @@ def test_more_tokens_never_cost_less():
 
 
 def test_table_spreads_a_time_over_neighbouring_sizes():
-    table = LatencyTable(np.array([0.0, 10.0, 20.0, 30.0, 40.0]))
+    table = LatencyTable(np.array([0.0, 10.0, 20.0, 30.0, 40.0]), change=0.0)
     table.update(3, 45.0)
     near, nearer = 1 + 0.05 * LatencyTable.SPREAD**2, 1 + 0.05 * LatencyTable.SPREAD
     assert table.seconds == pytest.approx([0.0, 10 * near, 20 * nearer, 30 * 1.05, 40 * nearer])
 
 
 def test_table_lowers_the_cost_of_fewer_tokens_at_once():
-    table = LatencyTable(np.array([60.0, 60.0, 60.0, 60.0]))
+    table = LatencyTable(np.array([60.0, 60.0, 60.0, 60.0]), change=0.0)
     for _ in range(100):
         table.update(2, 30.0)
     assert (

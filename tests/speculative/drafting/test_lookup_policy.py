@@ -195,7 +195,7 @@ def test_first_pass_of_a_new_size_only_measures_the_size_change():
             policy.pass_width.width_for(n)
             policy.update(n - 1, n - 1, 0.0, float(verify[n]) + 10.0)
     assert policy._verify.seconds == pytest.approx(verify.tolist()) and policy._plain_cost() == verify[1]
-    assert policy._change_seconds == pytest.approx(10.0, rel=0.05)
+    assert policy._verify.change == pytest.approx(10.0, rel=0.05)
 
 
 def test_description_reports_measurements():
