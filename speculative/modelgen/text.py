@@ -140,6 +140,6 @@ def narrow_documents(seed: int = 0, usual: float = 0) -> list[str]:
     return [document for document in library if comments(document) < 0.1] + recipe_documents(6000, generator, usual)
 
 
-def validation_documents(seed: int = 1) -> list[str]:
+def validation_documents() -> list[str]:
     """Text of the held-out modules of the standard library."""
-    return library_documents(HELD_OUT_MODULES, random.Random(seed))
+    return library_documents(HELD_OUT_MODULES, random.Random(1))

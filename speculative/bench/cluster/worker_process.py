@@ -36,10 +36,9 @@ RAISED: dict[str, type[Exception]] = {error_type.__name__: error_type for error_
 class WorkerProcess:
     """The client's side; not thread-safe. `started` counts the processes so far."""
 
-    def __init__(self, command: list[str], seconds: float = CALL_SECONDS):
-        """`seconds`: time limit per call."""
+    def __init__(self, command: list[str]):
         self.started = 0
-        self._command, self._seconds = command, seconds
+        self._command = command
         self._remembered: list[tuple] = []
         self._child: subprocess.Popen | None = None
 
@@ -103,9 +102,9 @@ class WorkerProcess:
 
     def _wait(self) -> tuple[str, object]:
         try:
-            message = self._answers.get(timeout=self._seconds)
+            message = self._answers.get(timeout=CALL_SECONDS)
         except queue.Empty:
-            raise OutOfTime(f"timed out after {self._seconds:g} seconds") from None
+            raise OutOfTime(f"timed out after {CALL_SECONDS} seconds") from None
         if message is None:
             assert self._child is not None
             status = self._child.wait()

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from speculative.bench.reporting.markup import Markup, join, tag
 
-WIDTH = 360
+WIDTH, HEIGHT = 360, 236  # of a chart; with bars, the height is that of the bars
 LEFT, RIGHT, TOP, BOTTOM = 48, 18, 16, 42  # margins
+MAX_STEPS = 6  # between the ticks of an axis
 COLOURS = 6
 LONGEST_NAME = 48  # characters that fit above a bar
 MARKERS = {
@@ -42,21 +43,21 @@ class Axis(NamedTuple):
     labels: list[str]
 
 
-def ticks(low: float, high: float, max_steps: int = 6) -> list[float]:
-    """Round numbers that enclose `low` to `high`, with at most `max_steps` steps."""
+def ticks(low: float, high: float) -> list[float]:
+    """Round numbers that enclose `low` to `high`, with at most `MAX_STEPS` steps."""
     span = (high - low) or abs(high) or 1.0
-    unit = 10 ** math.floor(math.log10(span / max_steps))
+    unit = 10 ** math.floor(math.log10(span / MAX_STEPS))
     for step in (unit, 2 * unit, 5 * unit, 10 * unit, 20 * unit):
         first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-        if last - first <= max_steps:
+        if last - first <= MAX_STEPS:
             break
     return [round(step * i, 10) for i in range(first, max(last, first + 1) + 1)]
 
 
-def axis(title: str, low: float, high: float, form: str = "{:g}") -> Axis:
+def axis(title: str, low: float, high: float) -> Axis:
     """An axis over round numbers that enclose `low` to `high`."""
     values = ticks(low, high)
-    return Axis(title, values[0], values[-1], values, [form.format(value) for value in values])
+    return Axis(title, values[0], values[-1], values, [f"{value:g}" for value in values])
 
 
 def integer_axis(title: str, values: Sequence[int]) -> Axis:
@@ -75,15 +76,15 @@ def number(value: float) -> str:
 class Plot:
     """Lines and points over two axes; later additions are drawn on top."""
 
-    def __init__(self, title: str, description: str, x: Axis, y: Axis, height: int = 236):
-        self.title, self.description, self.x, self.y, self.height = title, description, x, y, height
+    def __init__(self, title: str, description: str, x: Axis, y: Axis):
+        self.title, self.description, self.x, self.y = title, description, x, y
         self.parts: list[Markup] = []
 
     def at_x(self, value: float) -> float:
         return LEFT + (value - self.x.low) / (self.x.high - self.x.low) * (WIDTH - LEFT - RIGHT)
 
     def at_y(self, value: float) -> float:
-        return self.height - BOTTOM - (value - self.y.low) / (self.y.high - self.y.low) * (self.height - TOP - BOTTOM)
+        return HEIGHT - BOTTOM - (value - self.y.low) / (self.y.high - self.y.low) * (HEIGHT - TOP - BOTTOM)
 
     def line(self, points: Sequence[tuple[float, float]], style: str) -> None:
         path = " ".join(f"{number(self.at_x(x))},{number(self.at_y(y))}" for x, y in points)
@@ -112,7 +113,7 @@ class Plot:
         self.parts.append(tag("text", words, **place, class_="note-text"))
 
     def svg(self) -> Markup:
-        bottom, right = self.height - BOTTOM, WIDTH - RIGHT
+        bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
         frame = []
         for value, label in zip(self.y.ticks, self.y.labels, strict=True):
             at = self.at_y(value)
@@ -122,9 +123,7 @@ class Plot:
             frame.append(tag("text", label, x=number(self.at_x(value)), y=bottom + 15, text_anchor="middle"))
         middle = number((TOP + bottom) / 2)
         frame.append(tag("line", x1=LEFT, x2=right, y1=bottom, y2=bottom, class_="axis-line"))
-        frame.append(
-            tag("text", self.x.title, x=(LEFT + right) / 2, y=self.height - 7, text_anchor="middle", class_="axis")
-        )
+        frame.append(tag("text", self.x.title, x=(LEFT + right) / 2, y=HEIGHT - 7, text_anchor="middle", class_="axis"))
         frame.append(
             tag(
                 "text",
@@ -134,7 +133,7 @@ class Plot:
                 class_="axis",
             )
         )
-        return picture(self.title, self.description, self.height, [*frame, *self.parts])
+        return picture(self.title, self.description, HEIGHT, [*frame, *self.parts])
 
 
 def stacked_bars(
