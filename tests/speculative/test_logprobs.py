@@ -138,6 +138,16 @@ def test_logprobs_equal_those_of_main_model_alone(kind, source, load, main):
     assert source == "none" or sum(sum(result.from_draft) for result in results) > 5
 
 
+def test_logprobs_of_the_token_after_a_leaf_are_those_of_main_model_alone(load, main):
+    """Its logits are those of the leaf, behind those of the draft tokens."""
+    config = config_of(40)
+    config.num_assistant_tokens, config.tree_depth = 8, 2
+    decoder = one_at_a_time(load, "good")
+    assert any(step.ends_in_leaf for step in decoder.stream(PROMPT, config, seed=0))
+    (result,) = generated(decoder, [PROMPT], config)
+    assert len(result.logprobs) == 40 and difference(main, PROMPT, result) < 1e-4
+
+
 @pytest.mark.parametrize("kind", [one_at_a_time, batched])
 def test_logprobs_shifted_after_a_rejection_are_detected(kind, load, main, monkeypatch):
     verify = sequence.Sequence.verify
