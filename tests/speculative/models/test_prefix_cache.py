@@ -429,6 +429,20 @@ def test_blocks_are_shared_by_content_and_never_lost():
     assert pool.free == pool.blocks and pool.reserved == 0
 
 
+def test_blocks_freed_twice_are_free_once():
+    """Else other sequences would lose theirs."""
+    pool, text = BlockPool(8, 4), np.arange(12)
+    ended, other = pool.reserve(12), pool.reserve(8)
+    ended.blocks(10)
+    ended.cache_full_blocks(text[:8])
+    assert other.match_prefix(text[:8]) == 8
+    for _ in range(2):
+        ended.free_blocks()
+        assert pool.free == 6 and pool.reserved == 2
+    with pytest.raises(OutOfBlocks, match="reserved 0 cache blocks requested 1"):
+        ended.blocks(1)
+
+
 # ---- planted bugs ----------------------------------------------------------------------------------------------------
 
 
