@@ -1,21 +1,25 @@
 """Limits, draft tokens and stop conditions of a sequence, with invented logits instead of a model."""
 
+import weakref
+
 import numpy as np
 import pytest
-from openvino_genai import GenerationConfig
+from openvino_genai import GenerationConfig, StructuredOutputConfig
 
 from speculative.sampling.params import SamplingParams
 from speculative.sampling.proposal import Proposal
 from speculative.sampling.rejection_sampling import OneHot
 from speculative.sequence.result import Step
 from speculative.sequence.sequence import Sequence
+from tests.support.languages import grammars
 
 WIDTH, CAPACITY = 8, 10
 STOP = 0
 
 
 def text_of(prompt, **config):
-    params = SamplingParams.resolve(GenerationConfig(**config), len(prompt), CAPACITY, frozenset({STOP}))
+    config = GenerationConfig(**config)
+    params = SamplingParams.resolve(config, len(prompt), CAPACITY, frozenset({STOP}), grammars=grammars())
     return Sequence(np.array(prompt, np.int64), params, WIDTH, np.random.default_rng(0))
 
 
@@ -108,3 +112,13 @@ def test_penalties_apply_to_generated_tokens_only():
     text = text_of([1, 1, 2], do_sample=True, presence_penalty=1.0)
     p = text.distribution(np.zeros(WIDTH, np.float32), np.array([1, 1, 2, 3, 4]))
     assert np.flatnonzero(p < p.max()).tolist() == [3, 4]
+
+
+def test_masks_before_verified_tokens_are_freed():
+    """A mask may list half of the vocabulary."""
+    text = text_of([1], structured_output_config=StructuredOutputConfig(regex="b{8}"))
+    verify(text, 1)
+    draft(text, 1, 1)
+    masks = [weakref.ref(text._grammar.mask(np.ones(n, np.int64))) for n in (1, 2, 3)]
+    assert all(mask() for mask in masks) and verify(text, 1, 1, 1) == Step([1, 1, 1], 2, 2)
+    assert not any(mask() for mask in masks)
