@@ -91,6 +91,12 @@ def test_only_the_latest_of_many_long_matches_are_compared():
     assert length == 5 and following == [1] * MAX_MATCHES < [1] * len(ends)
 
 
+def test_only_the_latest_of_many_short_matches_count():
+    """The end of the text is too short to compare them further."""
+    tokens = [*[1, 2, 3] * 10, *[1, 2, 4] * MAX_MATCHES, 1, 2]
+    assert proposal(tokens, 2) == (4, MATCH_ACCEPTANCE[1])
+
+
 def test_match_length_is_limited_to_max_ngram_size():
     tokens = [1, 2, 3, 8, 5, 2, 3, 9, 6, 2, 3, 9, 4, 1, 2, 3]
     assert proposal(tokens, 3) == (8, MATCH_ACCEPTANCE[2]) and proposal(tokens, 2) == (9, DIVIDED_ACCEPTANCE)
