@@ -13,6 +13,7 @@ from openvino import opset13
 from openvino._offline_transformations import paged_attention_transformation
 
 from speculative.models import cached_model
+from speculative.models.batch_model import BatchModel, ScheduledTokens
 from speculative.models.cached_model import CachedModel
 from speculative.models.gather_logits import keep_logits_at
 from speculative.models.npu_model import NpuModel
@@ -187,6 +188,32 @@ def test_interrupted_pass_leaves_no_cache_entries(tiny_pair):
     folder = tiny_pair("llama") / "main"
     model = cached_model.load(ModelSpec(folder, "CPU", EXACT), stateful=True)
     assert difference_after_an_interruption(model, folder) < TOLERANCE
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_failed_pass_over_other_tokens_invalidates_the_cached_ones(batched, tmp_path, monkeypatch):
+    """It may have overwritten them, and the next text may continue the one before."""
+    folder = save_tiny_llama(tmp_path / "main", seed=1)
+    model = cached_model.load(ModelSpec(folder, "CPU", EXACT), capacity=64)
+    text, other = np.array([1, 5, 2, 6, 4]), np.array([1, 5, 3, 0])
+    expected = model.logits(text).copy()
+    model.reset()
+    batch = BatchModel(model)
+    slot, name = batch.slot(64), "run_together" if batched else "run"
+    run = getattr(model.backend, name)
+
+    def logits(tokens):
+        return batch.logits([ScheduledTokens(slot, tokens, 1)])[0] if batched else model.logits(tokens)
+
+    def fails_afterwards(*arguments, **options):
+        run(*arguments, **options)
+        raise KeyboardInterrupt
+
+    logits(text[:4])
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(model.backend, name, fails_afterwards)
+        logits(other)
+    np.testing.assert_allclose(logits(text), expected, atol=TOLERANCE)
 
 
 @STATEFUL
