@@ -40,6 +40,15 @@ def test_top_tokens_are_the_largest_logits_except_one(size, seed, live, count, d
     assert logits[found].tolist() == expected.tolist()
 
 
+def test_top_tokens_are_found_in_many_blocks():
+    """The logits differ, and so do the maxima of the blocks."""
+    for seed in range(50):
+        random = np.random.default_rng(seed)
+        logits, count = random.normal(size=5000).astype(np.float32), int(random.integers(1, 20))
+        best, *others = np.argsort(-logits).tolist()
+        assert top_tokens(logits, count, best) == others[:count]
+
+
 @pytest.mark.parametrize("acceptance", [0.1, 0.5, 0.9])
 def test_gains_are_those_of_the_best_leaves(acceptance):
     estimate = LeafEstimate()
