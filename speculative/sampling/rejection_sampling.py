@@ -137,7 +137,7 @@ def _excess(p: Probabilities, q: Probabilities, weight: float = 1.0) -> np.ndarr
         return Sparse(p.tokens, np.maximum(p.probabilities * weight - _at(q, p.tokens), 0), p.size)
     p = np.asarray(p) * weight
     if isinstance(q, OneHot):
-        p[q.token] = max(p[q.token] - 1, 0)
+        p[q.token] = 0  # a probability does not exceed 1
     elif isinstance(q, Sparse):
         p[q.tokens] = np.maximum(p[q.tokens] - q.probabilities, 0)
     else:
