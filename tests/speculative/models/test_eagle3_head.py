@@ -124,6 +124,17 @@ def test_head_supports_edited_and_new_texts(folders):
         np.testing.assert_allclose(got, [head.logits(prefix).copy() for prefix in prefixes], atol=1e-4)
 
 
+def test_only_missing_entries_are_computed():
+    """Entry t, of tokens t and t + 1, is computed again once the main model has verified its first token."""
+    entries, tokens, hidden = Entries(16), np.arange(9), np.zeros((1, 4), np.float32)
+    assert entries.missing(tokens[:8], 5) == [(0, 5), (5, 6), (6, 7)]
+    entries.commit(tokens, 0, 5, hidden, verified=True)
+    entries.commit(tokens, 5, 7, hidden, verified=False)
+    assert entries.missing(tokens, 8) == [(5, 8)]
+    assert entries.missing(np.array([0, 1, 2, 9, 4]), 4) == [(2, 4)]
+    assert entries.missing(np.array([9, 9, 2, 3, 4]), 4) == [(0, 4)]
+
+
 def test_tokens_outside_draft_vocabulary_have_probability_0(folders):
     decoder = decoder_of(*folders)
     decoder.main.logits(PROMPT)
