@@ -87,7 +87,6 @@ class Slot:
         if matched <= cached:
             return 0
         self.commit(cached, tokens[cached:matched])
-        self._written = max(self._written, matched)
         return matched - cached
 
     def cache_full_blocks(self, tokens: np.ndarray) -> None:
