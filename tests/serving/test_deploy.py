@@ -1,6 +1,7 @@
 """The files in deploy/, as far as that is possible without Docker and Kubernetes."""
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 
 import compose_spec
 import httpx
+import psutil
 import pytest
 import yaml
 
@@ -164,6 +166,37 @@ def test_failed_start_of_ray_serve_gives_one_sentence(error, reason, monkeypatch
     monkeypatch.setattr(application.serve, "start", start)
     with pytest.raises(application.ServeFailed, match=re.escape(f"Ray Serve {reason}")):
         application.start(settings)
+
+
+RESTARTED = """
+import os, subprocess, sys, time
+from speculative.serving.ray_serve import ray_runtime
+
+if "SECOND" in os.environ:
+    sys.exit()
+if sys.argv[1:]:  # below the program that restarts: starts a process every few milliseconds
+    for _ in range(200):
+        if not os.fork():
+            time.sleep(600)
+        print(flush=True)
+        time.sleep(0.005)
+    time.sleep(600)
+below = subprocess.Popen([sys.executable, __file__, "below"], stdout=subprocess.PIPE)
+below.stdout.readline()
+ray_runtime._restart(None, {"SECOND": "1"})
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
+def test_restart_leaves_no_process_that_ray_starts_meanwhile(tmp_path):
+    """A process that Ray's raylet started while it was killed kept the metrics port, which the second start needs."""
+    program = tmp_path / "program.py"
+    program.write_text(RESTARTED, encoding="utf-8")
+    subprocess.run([sys.executable, program], check=True, timeout=PATIENCE, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    left = [one for one in psutil.process_iter(["cmdline"]) if str(program) in (one.info["cmdline"] or [])]
+    for one in left:
+        one.kill()
+    assert left == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Ray's clusters are for Linux")

@@ -155,13 +155,24 @@ def _start(metrics_port: int, folder: str | None) -> None:
 
 def _restart(folder: str | None, environment: dict[str, str]) -> NoReturn:
     """Restart this program: Ray's state in this process cannot be reused without its head."""
-    _kill(psutil.Process().children(recursive=True))
+    _kill(_suspended_descendants())
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
     command, environment = [sys.executable, *sys.argv], {**ORIGINAL_ENV, **environment}
     if os.name == "nt":  # where `execve` ends this process before the new one, and splits arguments at spaces
         sys.exit(subprocess.run(command, env=environment, check=False).returncode)
     os.execve(sys.executable, command, environment)
+
+
+def _suspended_descendants() -> list[psutil.Process]:
+    """All processes below this one, suspended: one that runs may start another between being listed and killed."""
+    suspended: list[psutil.Process] = []
+    while started := [child for child in psutil.Process().children(recursive=True) if child not in suspended]:
+        for process in started:
+            with suppress(psutil.Error):
+                process.suspend()
+        suspended += started
+    return suspended
 
 
 def _kill(processes: list[psutil.Process]) -> None:
