@@ -33,7 +33,7 @@ WIDEST = 120
 
 
 def folder(text: str) -> Path:
-    if Path(text).is_dir():
+    if Path(text).exists():  # the check names a file, which may be a GGUF file that can be converted
         return Path(text)
     raise argparse.ArgumentTypeError(f"folder {text!r} does not exist: give the folder of an exported model")
 

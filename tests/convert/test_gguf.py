@@ -383,6 +383,15 @@ def test_mismatched_tokenizer_is_found_before_conversion(ggufs, checkpoints, tmp
     assert check_pair(ggufs / "main" / "main.gguf", checkpoints / "draft").sound
 
 
+def test_check_pair_compares_files_and_names_the_conversion_command(ggufs, run_here):
+    main = ggufs / "main" / "main.gguf"
+    process = run_here("scripts/check_pair.py", main, ggufs / "draft.gguf", "--json")
+    assert process.returncode == 1 and process.stderr == ""
+    *compared, last = json.loads(process.stdout)["findings"]
+    assert compared[0]["what"] == "vocabulary" and compared[0]["level"] == "ok"
+    assert last["level"] == "error" and f"convert/export_pair.py {main} DRAFT" in last["message"]
+
+
 def test_reader_failure_gives_one_sentence_error(tmp_path):
     command = gguf_source.command(str(tmp_path / "no.gguf"), str(tmp_path / "ir"), [])
     with pytest.raises(ConvertError, match=r"^GenAI's reader failed with exit status 1; .*no.gguf cannot be read"):
