@@ -198,6 +198,8 @@ def require_ir(folder: Path, *, standalone: bool = True) -> None:
                 f"{folder} is a GGUF file, not OpenVINO IR; convert it first: python convert/export_pair.py {folder} "
                 "DRAFT OUT_DIR, or --without-draft instead of DRAFT"
             )
+        if folder.is_file():
+            raise UnusableFolder(f"{folder} is a file; give the folder of an exported model")
         raise UnusableFolder(f"there is no folder {folder}")
     if not is_ir(folder):
         if (folder / "openvino_language_model.xml").is_file():
@@ -207,6 +209,8 @@ def require_ir(folder: Path, *, standalone: bool = True) -> None:
                 f"{folder} is a Hugging Face checkpoint, not OpenVINO IR; convert the pair first: "
                 "python convert/export_pair.py MAIN DRAFT OUT_DIR"
             )
+        if is_ir(folder / "main"):
+            raise UnusableFolder(f"{folder} is the folder of a pair; give {folder / 'main'} or {folder / 'draft'}")
         raise UnusableFolder(f"{folder} has no openvino_model.xml; give the folder of an exported model")
     if standalone and (kind := hidden_state_draft(folder)):
         raise UnusableFolder(

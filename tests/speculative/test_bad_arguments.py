@@ -25,6 +25,8 @@ def decoder():
         (["no/such"], "there is no folder no/such"),
         ([EAGLE3], "is an EAGLE-3 draft, which writes no text"),
         ([ROOT / "docs"], "has no openvino_model.xml"),
+        ([DRAFT / "openvino_model.xml"], "openvino_model.xml is a file; give the folder"),
+        ([DRAFT.parent], r"embedded is the folder of a pair; give .*main or .*draft"),
         ([DRAFT, "no/such"], "there is no folder no/such"),
         ([DRAFT, ""], "has no openvino_model.xml"),
     ],
