@@ -18,6 +18,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+from speculative.bench.load.metrics import counted
 from speculative.cli.arguments import add_device_arguments
 from speculative.cli.parser import Parser
 from speculative.cli.processes import print_or_exit
@@ -92,7 +93,7 @@ def main() -> int:
     if not arguments.json:
         show(findings)
         verdict = "sound" if sound else "not sound"
-        print_or_exit(f"\n{verdict}: {number['error']} errors, {number['warning']} warnings\n")
+        print_or_exit(f"\n{verdict}: {counted(number['error'], 'error')}, {counted(number['warning'], 'warning')}\n")
     result = {
         "sound": sound,
         "errors": number["error"],
