@@ -86,7 +86,7 @@ class PagedModel:
         self._caches: list[np.ndarray] = []  # bytes by block, of each layer's keys and values
         self._used = 0  # leading blocks that were written since the last `clear`
         self._hidden_size = 0  # of the input `hidden_states`, which only EAGLE-3 heads have
-        for i, port in enumerate(compiled.inputs):
+        for port in compiled.inputs:
             if port.any_name == "hidden_states":
                 self._hidden_size = port.partial_shape[-1].get_length()
             if port.any_name.startswith(("key_cache.", "value_cache.")):
@@ -95,8 +95,8 @@ class PagedModel:
                     tensor = core.get_default_context(device).create_tensor(port.element_type, shape, {})
                 else:
                     tensor = ov.Tensor(self._zeros(shape, port.element_type), shape, port.element_type)
-                self._request.set_input_tensor(i, tensor)
-                self.cache_bytes += tensor.byte_size
+                self._request.set_tensor(port.any_name, tensor)  # `set_input_tensor` takes no remote tensor
+                self.cache_bytes += tensor.get_byte_size()
         self._shared: dict[str, ov.Tensor] = {}  # input tensors on numpy arrays
         self._longest = self._set_shared_input("max_context_len", np.zeros((), np.int32))
         self._attend_to_all()

@@ -52,6 +52,63 @@ def test_logits_of_16_bits_are_converted(kind, stateful, backend, tmp_path):
     np.testing.assert_allclose(found, backend.run(0, tokens, 6), rtol=0.02, atol=0.02)
 
 
+class RemoteTensor:
+    """As ov.RemoteTensor: not an ov.Tensor, and without most of its attributes."""
+
+    def __init__(self, element_type, shape):
+        self.memory = ov.Tensor(element_type, shape)
+        self.memory.data[:] = 0
+
+    def get_byte_size(self):
+        return self.memory.get_byte_size()
+
+
+class CompiledModel:
+    """The CPU's, with requests that take remote tensors as those of a GPU do: only by name."""
+
+    def __init__(self, compiled):
+        self._compiled = compiled
+
+    def __getattr__(self, name):
+        return getattr(self._compiled, name)
+
+    def create_infer_request(self):
+        class Request(ov.InferRequest):
+            def set_tensor(self, name, tensor):
+                super().set_tensor(name, tensor.memory if isinstance(tensor, RemoteTensor) else tensor)
+
+        return Request(self._compiled.create_infer_request())
+
+
+class CpuAsGpu(ov.Core):
+    def compile_model(self, model, device, properties):
+        assert device == "GPU"
+        return CompiledModel(super().compile_model(model, "CPU", properties))
+
+    def get_default_context(self, device):
+        assert device == "GPU"
+        return self
+
+    def create_tensor(self, element_type, shape, properties):
+        return RemoteTensor(element_type, shape)
+
+
+def test_cache_of_a_gpu_is_in_remote_tensors(backend, tmp_path, monkeypatch):
+    """On a CPU that takes the place of a GPU. OpenVINO's own types have what it has, and no more of this."""
+    assert not issubclass(ov.RemoteTensor, ov.Tensor) and hasattr(ov.RemoteTensor, "get_byte_size")
+    assert "tensor: openvino._pyopenvino.RemoteTensor" in ov.InferRequest.set_tensor.__doc__
+    folder = save_tiny_llama(tmp_path / "main", seed=1)
+    graph = ov.Core().read_model(folder / "openvino_model.xml")
+    monkeypatch.setattr(ov, "Core", CpuAsGpu)
+    on_gpu = PagedModel(graph, "GPU", dict(EXACT), capacity=128)
+    tokens = np.arange(12) % VOCABULARY
+    expected = backend.run(0, tokens, 12).copy()
+    np.testing.assert_allclose(on_gpu.run(0, tokens, 12), expected, rtol=1e-4, atol=1e-4)
+    together = on_gpu.run_together([SequenceInput(np.array([3], np.int32), 0, tokens, 12)])
+    np.testing.assert_allclose(together, expected, rtol=1e-4, atol=1e-4)
+    assert on_gpu.cache_bytes >= backend.cache_bytes
+
+
 def test_joint_forward_passes_of_the_same_sizes_read_what_is_given(backend):
     """Other tokens, positions and blocks than in the pass before; passes of other sizes in between."""
     random = np.random.default_rng(1)
