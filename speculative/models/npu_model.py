@@ -18,8 +18,15 @@ DEFAULT_PROMPT = 1024  # GenAI's defaults for MAX_PROMPT_LEN and MIN_RESPONSE_LE
 DEFAULT_RESPONSE = 128
 STEP = 8  # tokens in one forward pass after the prompt, unless NPUW_LLM_MAX_GENERATION_TOKEN_LEN overrides it
 MAX_STEPS = 8  # a run of more steps is recomputed as a prompt, if it fits
-# properties whose names in GenAI lack the prefix NPUW_LLM_
-GENAI_NAMES = ("PREFILL_CONFIG", "PREFILL_HINT", "GENERATE_CONFIG", "GENERATE_HINT", "SHARED_HEAD_CONFIG")
+# properties whose names in GenAI lack the prefix NPUW_LLM_; ++ adds to a network's default settings
+GENAI_NAMES = {
+    **{name: f"NPUW_LLM_{name}" for name in ("PREFILL_HINT", "GENERATE_HINT")},
+    **{
+        f"{adds}{name}": f"{adds}NPUW_LLM_{name}"
+        for adds in ("", "++")
+        for name in ("PREFILL_CONFIG", "GENERATE_CONFIG", "SHARED_HEAD_CONFIG")
+    },
+}
 
 
 class NpuModel:
@@ -116,7 +123,7 @@ class NpuModel:
 def _npuw_settings(properties: dict, prompt: int, response: int, step: int) -> dict:
     """The properties with which NPUW builds both networks; `prompt`, `response` and `step` are in tokens."""
     return {
-        **{f"NPUW_LLM_{name}" if name in GENAI_NAMES else name: value for name, value in properties.items()},
+        **{GENAI_NAMES.get(name, name): value for name, value in properties.items()},
         "NPU_USE_NPUW": "YES",
         "NPUW_LLM": "YES",
         "NPUW_LLM_BATCH_DIM": 0,

@@ -315,6 +315,13 @@ class TestNpu:
         for length, last in [(128, 20), (60, 12), (30, 1), (42, 12), (128, 128)]:
             assert np.abs(model.logits(text[:length], last) - expected[length - last : length]).max() < 0.1
 
+    @pytest.mark.parametrize("name", ["PREFILL_CONFIG", "++PREFILL_CONFIG"])
+    def test_settings_of_one_network_are_passed_on(self, name, tmp_path):
+        """By their names in GenAI; NPUW silently ignores names that it does not know."""
+        folder = save_tiny_llama(tmp_path / "main", seed=1)
+        with pytest.raises(RuntimeError, match="Option 'NPUW_NONE' is not supported"):
+            cached_model.load(ModelSpec(folder, "NPU", {**NPU, name: {"NPUW_NONE": "YES"}}))
+
     def test_interrupted_prompt_leaves_no_cache_entries(self, tiny_pair):
         folder = tiny_pair("llama") / "main"
         model = cached_model.load(ModelSpec(folder, "NPU", NPU))
