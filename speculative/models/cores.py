@@ -5,10 +5,13 @@ import re
 from pathlib import Path
 
 SETS = {"avx2": "AVX2", "avx512f": "AVX-512", "avx_vnni": "VNNI", "avx512_vnni": "VNNI", "amx_tile": "AMX"}  # by flag
+CGROUP = Path("/sys/fs/cgroup")
+LIMITS = ("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")  # in version 2 and 1 of cgroups
 
 
 def usable_cores() -> int:
-    """CPU cores this process may use: fewer than the machine has under taskset, numactl or in a container."""
+    """CPU cores this process may use: fewer than the machine has under taskset or numactl, or in a container that is
+    restricted to some of them."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     return len(os.sched_getaffinity(os.getpid()))  # of the main thread: OpenVINO pins some of its own to one core each
@@ -23,3 +26,17 @@ def instruction_sets(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
         return ""
     flags = found[1].split() if found else []
     return ", ".join(dict.fromkeys(name for flag, name in SETS.items() if flag in flags))
+
+
+def cores_within_limit() -> int:
+    """The cores whose whole time this process may use: fewer than the usable ones in a container with a limit (docker
+    run --cpus, a limit of Kubernetes). OpenVINO ignores the limit (2026.4.1): it computes on all usable cores, and the
+    system stops all of its threads when the time is used up."""
+    cores = usable_cores()
+    for names in LIMITS:
+        files = [CGROUP / name for name in names]
+        if all(file.is_file() for file in files):
+            quota, period = " ".join(file.read_text(encoding="ascii") for file in files).split()
+            if quota.isdecimal():  # not "max" or -1
+                cores = min(cores, max(1, int(quota) // int(period)))
+    return cores

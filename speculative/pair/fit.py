@@ -16,6 +16,7 @@ import openvino as ov
 from speculative.error_text import one_line
 from speculative.models import cached_model, kv_cache
 from speculative.models.cached_model import CAPACITY
+from speculative.models.cores import cores_within_limit, usable_cores
 from speculative.models.eagle3_graph import HeadGraph, is_head
 from speculative.models.kv_cache import KvCache
 from speculative.models.npu_model import DEFAULT_PROMPT, DEFAULT_RESPONSE
@@ -69,6 +70,7 @@ def check_fit(main: Path, draft: Path, device: str, draft_device: str) -> list[F
         engines += _judge_engines(*members)
     return [
         *_judge_devices(members),
+        *_judge_cores(members),
         *engines,
         *_judge_npu(members),
         *_judge_weights(members),
@@ -118,6 +120,17 @@ def _judge_devices(members: list[PairMember]) -> Iterator[Finding]:
         if member.devices and not missing:
             description = " and ".join(f"{device.name} ({device.full_name})" for device in member.devices)
             yield Finding("ok", "device", f"{member.role} on {description}")
+
+
+def _judge_cores(members: list[PairMember]) -> Iterator[Finding]:
+    """A limit of a container that OpenVINO ignores."""
+    limit, usable = cores_within_limit(), usable_cores()
+    if limit < usable and any(device.name == "CPU" for member in members for device in member.devices):
+        message = (
+            f"this container may use the time of {limit} cores, but OpenVINO computes on {usable}, which are then "
+            f"stopped again and again; use --property INFERENCE_NUM_THREADS={limit}"
+        )
+        yield Finding("warning", "cores", message)
 
 
 def _judge_engines(main: PairMember, draft: PairMember) -> Iterator[Finding]:

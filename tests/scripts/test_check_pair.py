@@ -12,9 +12,10 @@ import pytest
 from openvino import opset13
 
 from speculative.bench.result import CheckResult
-from speculative.models import cached_model, kv_cache
+from speculative.bench.tuning import settings
+from speculative.models import cached_model, cores, kv_cache
 from speculative.models.spec import ModelSpec
-from speculative.pair import devices, weights
+from speculative.pair import devices, fit, weights
 from speculative.pair.devices import DeviceFacts, Memory
 from speculative.pair.fit import check_fit, check_rollback
 from tests.speculative.models.test_cached_model import OneShort
@@ -212,6 +213,35 @@ def test_memory_of_a_container_is_what_its_processes_leave(files, tmp_path, monk
     assert devices.main_memory() == (2_000_000_000, 900_000_000)
     (tmp_path / files[0]).write_text("max\n")
     assert devices.main_memory().total > 2_000_000_000
+
+
+@pytest.mark.parametrize(
+    ("files", "unlimited"),
+    [
+        ({"cpu.max": "250000 100000"}, {"cpu.max": "max 100000"}),
+        ({"cpu/cpu.cfs_quota_us": "250000", "cpu/cpu.cfs_period_us": "100000"}, {"cpu/cpu.cfs_quota_us": "-1"}),
+    ],
+    ids=["cgroup v2", "cgroup v1"],
+)
+def test_cpu_limit_of_a_container_is_respected(files, unlimited, tmp_path, monkeypatch):
+    monkeypatch.setattr(cores, "CGROUP", tmp_path)
+    monkeypatch.setattr(cores, "usable_cores", lambda: 64)
+    monkeypatch.setattr(fit, "usable_cores", lambda: 64)
+    (tmp_path / "cpu").mkdir()
+
+    def write(texts):
+        for name, text in texts.items():
+            (tmp_path / name).write_text(f"{text}\n", encoding="ascii")
+
+    write(files)
+    (message,) = messages(check_fit(MAIN, DRAFT, "CPU", "CPU"), "warning", "cores")
+    assert "the time of 2 cores, but OpenVINO computes on 64" in message and "INFERENCE_NUM_THREADS=2" in message
+    tried = settings.property_values("CPU", ov.Core())
+    assert [n for ((name, n),) in tried if name == "INFERENCE_NUM_THREADS"] == [2, 1]
+    assert settings.draft_property_values("CPU") == [(("INFERENCE_NUM_THREADS", 1),)]
+    write(unlimited)
+    assert not messages(check_fit(MAIN, DRAFT, "CPU", "CPU"), "warning", "cores")
+    assert (("INFERENCE_NUM_THREADS", 64),) in settings.property_values("CPU", ov.Core())
 
 
 @pytest.mark.parametrize(

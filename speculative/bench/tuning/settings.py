@@ -27,7 +27,7 @@ from speculative.drafting.retokenizer import Retokenizer
 from speculative.drafting.suffix import LONGEST_MATCH, SuffixProposer
 from speculative.models import cached_model
 from speculative.models.cached_model import CachedModel
-from speculative.models.cores import usable_cores
+from speculative.models.cores import cores_within_limit
 from speculative.models.eagle3_graph import HeadGraph, check_head, is_head
 from speculative.models.eagle3_head import EagleHead
 from speculative.models.loading import DraftModel
@@ -184,7 +184,7 @@ def property_values(device: str, core: ov.Core) -> list[Properties]:
     """Single properties of `device` that may beat its default, most promising first."""
     if kind(device) not in ("CPU", "GPU", "NPU"):
         return []  # AUTO and HETERO pass them to devices of their choice
-    cores = usable_cores()
+    cores = cores_within_limit()
     precisions = {"BF16": "bf16", "FP16": "f16", "FP32": "f32"}
     capabilities = core.get_property(device, "OPTIMIZATION_CAPABILITIES") if kind(device) in available(core) else []
     tried: dict[str, Sequence[Value]] = {
@@ -208,7 +208,7 @@ def property_values(device: str, core: ov.Core) -> list[Properties]:
 def draft_property_values(device: str) -> list[Properties]:
     """Properties for the draft only: a small model's steps are short, and with more threads, synchronization costs
     more than it saves."""
-    cores = usable_cores()
+    cores = cores_within_limit()
     return [(("INFERENCE_NUM_THREADS", n),) for n in DRAFT_THREADS if n < cores and kind(device) == "CPU"]
 
 
