@@ -132,7 +132,8 @@ def _seconds(value: object) -> float:
     try:
         return float(str(value))
     except ValueError:
-        return datetime.fromisoformat(re.sub(r"(\.\d{6})\d+", r"\1", str(value)).removesuffix("Z")).timestamp()
+        six_decimals = re.sub(r"\.(\d+)", lambda found: f".{found[1][:6]:0<6}", str(value).removesuffix("Z"))
+        return datetime.fromisoformat(six_decimals).timestamp()
 
 
 @dataclass(frozen=True)

@@ -691,3 +691,11 @@ def test_traces_of_each_format_are_read(kind, tmp_path):
     arrivals = workload.arrivals(10.0, 50, np.random.default_rng(0)).requests
     assert {(one.prompt, one.output) for one in arrivals} == {(10, 2), (7, 1)}
     assert (arrivals[-1].sent - arrivals[0].sent) / 49 == pytest.approx(0.1, rel=0.05)
+
+
+def test_times_of_a_trace_have_any_number_of_decimals(tmp_path):
+    """Before 3.11, Python reads three or six."""
+    rows = [f"2024-05-10 00:00:0{time},1,1" for time in ("0.5Z", "1Z", "2.00993Z", "3.1234567Z")]
+    (tmp_path / "trace").write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]), encoding="utf-8")
+    arrivals = [request.arrival for request in read_trace(tmp_path / "trace")]
+    assert arrivals == pytest.approx([0, 0.5, 1.50993, 2.623456], abs=1e-5)
