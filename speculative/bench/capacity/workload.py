@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -133,7 +133,8 @@ def _seconds(value: object) -> float:
         return float(str(value))
     except ValueError:
         six_decimals = re.sub(r"\.(\d+)", lambda found: f".{found[1][:6]:0<6}", str(value).removesuffix("Z"))
-        return datetime.fromisoformat(six_decimals).timestamp()
+        time = datetime.fromisoformat(six_decimals)
+        return (time if time.tzinfo else time.replace(tzinfo=timezone.utc)).timestamp()
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import time
 import types
 
 import numpy as np
@@ -699,3 +700,16 @@ def test_times_of_a_trace_have_any_number_of_decimals(tmp_path):
     (tmp_path / "trace").write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]), encoding="utf-8")
     arrivals = [request.arrival for request in read_trace(tmp_path / "trace")]
     assert arrivals == pytest.approx([0, 0.5, 1.50993, 2.623456], abs=1e-5)
+
+
+@pytest.mark.skipif(not hasattr(time, "tzset"), reason="Windows sets the time zone of a process in another way")
+def test_times_of_a_trace_do_not_depend_on_the_time_zone_here(tmp_path, monkeypatch):
+    """In Europe, clocks went from 2 to 3 on that morning."""
+    rows = [f"2024-03-31 0{hour}:30:00,1,1" for hour in (1, 2, 3)]
+    (tmp_path / "trace").write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]), encoding="utf-8")
+    with monkeypatch.context() as patched:
+        patched.setenv("TZ", "CET-1CEST,M3.5.0,M10.5.0/3")
+        time.tzset()
+        arrivals = [request.arrival for request in read_trace(tmp_path / "trace")]
+    time.tzset()
+    assert arrivals == [0, 3600, 7200]
