@@ -91,7 +91,7 @@ class StatefulModel:
 
 
 def _bytes_per_token(model: ov.Model, compiled: ov.CompiledModel) -> int:
-    """Bytes of the cache per token, in the device's cache precision."""
+    """Bytes of the cache per token, in the device's cache precision, or in the model's if the device reports none."""
     try:
         precision = compiled.get_property("KV_CACHE_PRECISION")
     except RuntimeError:  # not every device has this property
@@ -100,5 +100,5 @@ def _bytes_per_token(model: ov.Model, compiled: ov.CompiledModel) -> int:
     for variable in model.get_variables():
         info = variable.get_info()
         heads, size = info.data_shape[1].get_length(), info.data_shape[3].get_length()
-        total += heads * size * (precision or info.data_type).size
+        total += heads * size * (info.data_type if precision in (None, ov.Type.dynamic) else precision).size
     return total

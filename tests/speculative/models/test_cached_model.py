@@ -12,7 +12,7 @@ import pytest
 from openvino import opset13
 from openvino._offline_transformations import paged_attention_transformation
 
-from speculative.models import cached_model
+from speculative.models import cached_model, kv_cache, stateful_model
 from speculative.models.batch_model import BatchModel, ScheduledTokens
 from speculative.models.cached_model import CachedModel
 from speculative.models.gather_logits import keep_logits_at
@@ -249,6 +249,18 @@ def test_cache_bytes_are_reported(stateful, tiny_pair):
     more for hidden ones."""
     model = cached_model.load(ModelSpec(tiny_pair("llama") / "main", "CPU", EXACT), capacity=100, stateful=stateful)
     assert model.backend.cache_bytes == (125 if stateful else 128 + 32) * 2 * 2 * 2 * 16 * 4
+
+
+def test_cache_bytes_of_a_device_without_a_known_precision_are_those_of_the_model(tmp_path):
+    """A GPU may report the precision of its cache as dynamic."""
+
+    class Compiled:
+        def get_property(self, name):
+            return ov.Type.dynamic
+
+    folder = save_tiny_llama(tmp_path / "main", seed=1)
+    graph = ov.Core().read_model(folder / "openvino_model.xml")
+    assert stateful_model._bytes_per_token(graph, Compiled()) == kv_cache.read(graph).numbers * 4
 
 
 def test_masked_entries_never_fill_the_cache(tiny_pair):
