@@ -27,7 +27,7 @@ import sys
 from pathlib import Path
 
 from speculative.cli import former_options
-from speculative.cli.number_types import whole_number
+from speculative.cli.number_types import port_number
 from speculative.cli.parser import Parser
 from speculative.cli.processes import end_with_reader, utf8_output
 from speculative.cli.properties import PROPERTY
@@ -107,7 +107,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--copy", action="store_true", help="copy the weights, so that OUT is self-contained")
     add("--overwrite", action="store_true", help="replace a repository that this program made")
     add("--bind", type=address, default="127.0.0.1", metavar="ADDRESS", help="IPv4 address (default: 127.0.0.1)")
-    add("--port", type=whole_number(1, 65535), default=8000, help="port (default: 8000)")
+    add("--port", type=port_number, default=8000, help="port (default: 8000)")
     add("--image", help=f"Docker image of the server (default: {IMAGE}, with -gpu for a GPU or NPU)")
     add("--debug", action="store_true", help="show stack traces")
     return parser

@@ -34,6 +34,7 @@ def decimal(valid: Callable[[float], bool], range_: str) -> Callable[[str], floa
 positive_int = whole_number(1, 2**31 - 1)
 seed_number = whole_number(0, 2**32 - 1)  # what numpy and GenAI take as a seed
 positive_float = decimal(lambda value: 0 < value < math.inf, "above 0")
+port_number = whole_number(1, 65535)
 share = decimal(lambda value: 0 <= value <= 1, "from 0 to 1")
 
 

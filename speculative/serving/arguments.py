@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from speculative.cli import console, former_options
-from speculative.cli.number_types import decimal, whole_number
+from speculative.cli.number_types import decimal, port_number, whole_number
 from speculative.cli.parser import Parser
 from speculative.cli.pipeline_arguments import (
     ARGUMENTS,
@@ -104,7 +104,7 @@ def build_parser(description: str) -> argparse.ArgumentParser:
 
 def _add_http_arguments(http: argparse._ArgumentGroup) -> None:
     http.add_argument("--host", default=Settings.host, help="address to listen on (default: %(default)s, this machine)")
-    http.add_argument("--port", type=whole_number(1, 65535), default=Settings.port, help="port (default: %(default)s)")
+    http.add_argument("--port", type=port_number, default=Settings.port, help="port (default: %(default)s)")
     http.add_argument("--model-name", metavar="NAME", help="model name in the API (default: the folder's name)")
     http.add_argument(
         "--api-key-file",
@@ -191,7 +191,7 @@ def _add_ray_arguments(ray: argparse._ArgumentGroup) -> None:
         help="Ray resource required per replica (repeatable; default: intel_gpu=1 if a model runs on a GPU)",
     )  # fmt: skip
     ray.add_argument(
-        "--metrics-port", type=whole_number(1, 65535), default=Settings.metrics_port, metavar="PORT",
+        "--metrics-port", type=port_number, default=Settings.metrics_port, metavar="PORT",
         help="Prometheus port of the local Ray (default: %(default)s)",
     )  # fmt: skip
 
