@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import openvino as ov
 
+from speculative.models.cores import CGROUP
+
 VIRTUAL = ("AUTO", "HETERO", "MULTI", "BATCH")  # spread a model over the devices named after the colon
 MAIN_MEMORY = "main memory"
-CGROUP = Path("/sys/fs/cgroup")
 CGROUPS = (  # limit, usage and statistics of the container's memory, in version 2 and 1 of cgroups
     ("memory.max", "memory.current", "memory.stat"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
