@@ -122,24 +122,34 @@ def _measure_seconds(
 
 
 def key(*models: ModelSpec | None) -> str:
-    """The cache key of the costs: models (with their weights' mtime), machine, processor and usable cores.
+    """The cache key of the costs: models (with their weights' mtime), devices, machine, processor and usable cores.
 
-    A virtual machine or a container may start on another processor, with the same name and the same cache folder.
+    A virtual machine or a container may start on another processor, with the same name and the same cache folder, and
+    a machine may get another graphics card.
     """
+    core = ov.Core()
     named = [
         [
             str(model.folder.resolve()),
             (model.folder / "openvino_model.bin").stat().st_mtime_ns,
             model.device,
+            _device_name(core, model.device),
             model.properties,
         ]
         for model in models
         if model
     ]
-    core = ov.Core()
     processor = [core.get_property("CPU", "FULL_DEVICE_NAME"), *core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")]
     machine = [platform.node(), *processor, instruction_sets(), usable_cores()]
     return json.dumps([FORMAT, ov.__version__, *machine, named], sort_keys=True, default=str)
+
+
+def _device_name(core: ov.Core, device: str) -> str:
+    """The name of the hardware; "" for devices that are missing or not a single one, like HETERO."""
+    try:
+        return str(core.get_property(device, "FULL_DEVICE_NAME"))
+    except RuntimeError:
+        return ""
 
 
 def folder(properties: dict) -> Path:

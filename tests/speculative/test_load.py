@@ -108,7 +108,8 @@ def test_cost_cache_key_depends_on_models_devices_and_processor():
     assert cost_model.key(main, None) == cost_model.key(main) == cost_model.key(ModelSpec(str(MAIN)))
     others = [draft, replace(draft, device="GPU"), replace(draft, properties=EXACT)]
     assert len({cost_model.key(main), cost_model.key(draft, main), *(cost_model.key(main, one) for one in others)}) == 5
-    assert json.dumps(ov.Core().get_property("CPU", "FULL_DEVICE_NAME")) in cost_model.key(main)
+    processor = json.dumps(ov.Core().get_property("CPU", "FULL_DEVICE_NAME"))
+    assert f'"CPU", {processor}' in cost_model.key(main) and processor in cost_model.key(others[1])
 
 
 # ---- the package ----------------------------------------------------------------------------------------------------
