@@ -262,7 +262,8 @@ class BatchDecoder:
         with self._lock:
             self._requests += self._new
             self._new = []
-        active = [request for request in self._requests if not request.cancelled and not request.error]
+        # finished ones are left where Ctrl-C ended the last step before it removed them
+        active = [request for request in self._requests if not (request.finished or request.cancelled or request.error)]
         outputs = self._iterate(active) if active else []
         return outputs + self._finalize()
 

@@ -374,6 +374,25 @@ def test_failing_request_does_not_affect_others(make, alone, monkeypatch):
     assert good.result.tokens == alone(PROMPTS[0], 60)[:30] and blocks_are_back(decoder)
 
 
+def test_ctrl_c_while_a_finished_request_is_removed_affects_no_other(make, alone, monkeypatch):
+    decoder = make()
+    short, long = decoder.add_request(PROMPTS[0], greedy(4)), decoder.add_request(PROMPTS[1], greedy(30))
+    free_blocks = Slot.free_blocks
+
+    def free_and_interrupt(slot):
+        free_blocks(slot)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Slot, "free_blocks", free_and_interrupt)
+        finish(decoder)
+    assert short.finished and not long.finished
+    finish(decoder)
+    for request, prompt, tokens in ((short, PROMPTS[0], 4), (long, PROMPTS[1], 30)):
+        assert request.result.tokens == alone(prompt, 60)[:tokens] and not request.error
+    assert blocks_are_back(decoder)
+
+
 def test_draft_with_shorter_context_stops_at_its_end(models, tokenizer, alone):
     main, draft = models
     decoder = BatchDecoder(BatchModel(main), BatchModel(draft, 60), costs(), tokenizer)
