@@ -189,14 +189,15 @@ class BatchDraftLength:
         chances = [chance for each in acceptance for chance in _powers(each)]  # of each request's 1st, 2nd, ... token
         # the most promising first
         order = sorted(range(len(chances)), key=chances.__getitem__, reverse=True) if tokens < MAX_PADDED else []
-        gain, most = 0.0, [0.0]  # expected gain of the first 1, 2, ... draft tokens; the most, of those that fit
+        gain, gains = 0.0, [0.0]  # expected gain of the first 0, 1, ... draft tokens
         rounds = [0] * LONGEST  # draft tokens that have the same drafting round
         for i in order[: MAX_PADDED - tokens]:
             step = i % LONGEST
             before, seconds = rounds[step], self._further_seconds if step else self._first_seconds
             rounds[step] += 1
             gain += chances[i] - self._rate * (seconds[before + 1] - seconds[before])
-            most.append(max(most[-1], gain))
+            gains.append(gain)
+        most = list(accumulate(gains, max))  # of those that fit
         main = self.main.between(0, MAX_PADDED)
         worth = [-inf] * MAX_PADDED
         for size in SIZES:
@@ -295,7 +296,7 @@ class BatchDraftLength:
         first_seconds = self._further_seconds if self._computed else self._first_seconds
         computed = model_users  # requests that need a forward pass of the draft model
         gains = [0.0] * LONGEST  # expected tokens of 1, 2, ... draft tokens of each request so far
-        most, chosen = 0.0, 0
+        rate, most, chosen = self._rate, 0.0, 0
         for count, i in enumerate(order, start=1):
             survival, acceptance, uses_model = candidates[i]
             computed += uses_model
@@ -304,9 +305,9 @@ class BatchDraftLength:
             accepted = accumulate(_powers(acceptance))
             gains = [gain + survival * tokens_gained for gain, tokens_gained in zip(gains, accepted, strict=True)]
             for step, gain in enumerate(gains):
-                seconds = main[count * (step + 1)] - main[0] + first + step * further
-                if gain - self._rate * seconds > most:
-                    most, chosen = gain - self._rate * seconds, count
+                worth = gain - rate * (main[count * (step + 1)] - main[0] + first + step * further)
+                if worth > most:
+                    most, chosen = worth, count
         return order[:chosen]
 
     def _add_to_totals(self, gained: int, worth: float, taken: float) -> None:

@@ -6,6 +6,7 @@ costs, environment = Costs.read(Path("costs.json"))
 costs = median([costs, others])  # of several starts
 """
 
+import functools
 import json
 import math
 import statistics
@@ -100,7 +101,14 @@ class Outside:
     def factor(self, drafts: bool, prompts: bool, sequences: int) -> float:
         """The factor of a forward pass of `sequences` sequences, by whether it includes draft tokens and prompts."""
         factors = self.prompt_factors if prompts else self.draft_factors if drafts else self.plain_factors
-        return float(np.interp(math.log2(sequences), np.log2(list(factors)), list(factors.values())))
+        return _interpolated(tuple(factors.items()), sequences)
+
+
+@functools.cache
+def _interpolated(factors: tuple[tuple[int, float], ...], sequences: int) -> float:
+    """The factor of so many sequences, between those measured."""
+    numbers, values = zip(*factors, strict=True)
+    return float(np.interp(math.log2(sequences), np.log2(numbers), values))
 
 
 @dataclass(frozen=True)

@@ -241,8 +241,10 @@ class Replica:
 
     def _prompts(self, decoding: int) -> dict[SimulatedRequest, int]:
         """The prompt tokens of each request in the next forward pass."""
-        remaining = prompt_budget(self.policy.main, decoding)
         prompts = [request for request in self.running if not request.generated]
+        if not prompts:
+            return {}
+        remaining = prompt_budget(self.policy.main, decoding)
         for request in prompts:
             if not request.prefilled and (prefix := self._prefixes.get(request.chat)):
                 self._prefixes.move_to_end(request.chat)
@@ -250,7 +252,7 @@ class Replica:
                 request.cached = request.prefilled = usable
                 request.draft_cached = usable if self.costs.shares_prefixes else 0
         missing = {request: request.prompt - request.prefilled for request in prompts}
-        first = missing[prompts[0]] if prompts else 0
+        first = missing[prompts[0]]
         shorter = [request for request in prompts if 2 * missing[request] <= first] if first > remaining else []
         scheduled = _share(remaining // 2, shorter, missing)
         others = [request for request in prompts if request not in scheduled]
