@@ -32,15 +32,6 @@ from pathlib import Path
 
 import numpy as np
 
-try:
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-except ImportError as error:
-    sys.exit(
-        f"error: {error.name} is not installed: `pip install -r requirements-export.txt` installs what training needs."
-    )
-
 from speculative.cli.parser import Parser
 from speculative.cli.progress import tqdm
 from speculative.modelgen.text import (
@@ -54,15 +45,6 @@ from speculative.modelgen.text import (
     validation_documents,
 )
 
-VOCABULARY, CONTEXT = 4096, 1024
-MAIN_SHAPE = dict(hidden_size=512, intermediate_size=1408, num_attention_heads=8, num_key_value_heads=4)
-DRAFT_SHAPE = dict(hidden_size=256, intermediate_size=1024, num_attention_heads=4, num_key_value_heads=2)
-SHALLOW_LAYERS, MAIN_LAYERS, DRAFT_LAYERS = 4, 10, 1
-SHARE = {"shallow": 0.46, "grown": 0.35, "main": 0.07, "generations": 0.025, "draft": 0.095}  # of --minutes
-TOP = 32  # number of the main model's next-token probabilities kept as the draft's target
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
 
 def parse_arguments() -> argparse.Namespace:
     parser = Parser(description=__doc__)
@@ -73,6 +55,27 @@ def parse_arguments() -> argparse.Namespace:
         "--no-compile", action="store_true", help="do not use torch.compile (a third slower, but no compile time)"
     )
     return parser.parse_args()
+
+
+ARGUMENTS = parse_arguments() if __name__ == "__main__" else None  # before imports that take seconds
+
+try:
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+except ImportError as error:
+    sys.exit(
+        f"error: {error.name} is not installed: `pip install -r requirements-export.txt` installs what training needs."
+    )
+
+VOCABULARY, CONTEXT = 4096, 1024
+MAIN_SHAPE = dict(hidden_size=512, intermediate_size=1408, num_attention_heads=8, num_key_value_heads=4)
+DRAFT_SHAPE = dict(hidden_size=256, intermediate_size=1024, num_attention_heads=4, num_key_value_heads=2)
+SHALLOW_LAYERS, MAIN_LAYERS, DRAFT_LAYERS = 4, 10, 1
+SHARE = {"shallow": 0.46, "grown": 0.35, "main": 0.07, "generations": 0.025, "draft": 0.095}  # of --minutes
+TOP = 32  # number of the main model's next-token probabilities kept as the draft's target
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 # 1. tokenizer
@@ -372,8 +375,7 @@ class Training:
         (self.folder / f"{name}.json").write_text(json.dumps(self.losses, indent=2), encoding="utf-8")
 
 
-def main() -> int:
-    arguments = parse_arguments()
+def main(arguments: argparse.Namespace) -> int:
     arguments.folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(arguments.seed)
     for name, stage in Training(arguments).stages():
@@ -384,7 +386,7 @@ def main() -> int:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main())
+        sys.exit(main(ARGUMENTS))
     except KeyboardInterrupt:
         print("\ninterrupted: rerun the command to resume from the last saved state", file=sys.stderr)
         sys.exit(130)
