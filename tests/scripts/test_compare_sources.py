@@ -67,7 +67,7 @@ def test_each_sample_of_a_prompt_has_its_own_seed(run_here, costs):
 
 
 def test_lowest_category_of_combined_sources_is_named(run_here, costs):
-    prompts = ("--prompts", "scripts/prompts/repeats.jsonl", "--max-prompts", "4", "--samples", "2")
+    prompts = ("--prompts", "scripts/prompts/repeats.jsonl", "--max-prompts", "2", "--samples", "1")
     result = as_result(run_here(PROGRAM, MAIN, DRAFT, *SMALL, *prompts, "--costs", costs))
     for temperature in (0, 1):
         rows = [row for row in result["categories"] if row["temperature"] == temperature]

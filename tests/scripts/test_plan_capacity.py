@@ -18,7 +18,7 @@ COSTS = Costs(
     ModelCosts({1: 0.1, 4: 0.12, 16: 0.2, 64: 0.6}), ModelCosts({1: 0.006, 64: 0.03}), Outside(0.001),
     [[Draft([0.9, 0.7, 0.5], 2)] * 3] * 2, [30, 50],
 )  # fmt: skip
-QUICK = ["--requests", "20", "--ttft-goal", "5", "--tpot-goal", "0.5"]
+QUICK = ["--requests", "20", "--ttft-goal", "5", "--tpot-goal", "0.5", "--max-num-seqs", "2"]
 LINE = '{"arrival": 0, "prompt_tokens": 9, "output_tokens": 9}\n'
 
 
@@ -43,7 +43,7 @@ def test_saved_costs_give_the_same_plan_as_measured_costs(run_here, tmp_path, mo
         ("SIZES", (1, 4, 16, 64)),
     ):
         monkeypatch.setattr(measuring, name, value)
-    saved, arguments = tmp_path / "costs.json", ["--rate", "2", "--max-num-seqs", "2", *QUICK]
+    saved, arguments = tmp_path / "costs.json", ["--rate", "2", *QUICK]
     few = ["--max-prompts", "4", "--max-new-tokens", "12"]
     measured = as_result(run_here(PROGRAM, MAIN, DRAFT, *few, *arguments, "--save-costs", saved))
     read = as_result(run_here(PROGRAM, "--costs", saved, *arguments))
@@ -94,7 +94,7 @@ def test_costs_without_drafts_have_no_acceptance(costs, drafts):
 
 def test_plan_is_complete_and_written_to_files(run_here, costs, tmp_path):
     files = [part for kind in ("json", "csv", "png") for part in (f"--{kind}", tmp_path / f"plan.{kind}")]
-    arguments = ["--rate", "0.5,2", "--max-num-seqs", "2,4", *QUICK, "--prompt-tokens", "uniform:10:90"]
+    arguments = [*QUICK, "--rate", "0.5,2", "--max-num-seqs", "2,4", "--prompt-tokens", "uniform:10:90"]
     process = run_here(PROGRAM, "--costs", costs, *arguments, *files)
     result = as_result(process)
     plans = [(r, n, d) for r in (0.5, 2.0) for n in (2, 4) for d in (False, True)]
@@ -150,7 +150,7 @@ def test_replicas_share_cores_with_the_server(run_here, costs, tmp_path):
     facts = {"cores": 2, "replicas": 2, "threads": 1, "round_trip": 0.01}
     served = tmp_path / "serving.json"
     served.write_text(json.dumps({"rows": [{"processor_time": time}], "environment": facts}), encoding="utf-8")
-    arguments = ["--rate", "2", "--max-num-seqs", "4", *QUICK]
+    arguments = [*QUICK, "--rate", "2", "--max-num-seqs", "4"]
     own = as_result(run_here(PROGRAM, "--costs", costs, *arguments))
     kept = tmp_path / "kept.json"
     shared = as_result(run_here(PROGRAM, "--costs", costs, *arguments, "--server", served, "--save-costs", kept))

@@ -519,7 +519,7 @@ def test_requests_that_do_not_fit_have_no_break_even_load():
 
 def test_cache_size_is_rounded_to_whole_blocks():
     workload = Workload(lengths("900"), lengths("100"), 0.7)
-    [plan] = [Planner(COSTS, workload, Goals(99, 9)).plan(0.01, Settings(cache_tokens=1000))]
+    [plan] = [Planner(COSTS, workload, Goals(99, 9), count=20).plan(0.01, Settings(max_num_seqs=1, cache_tokens=1000))]
     assert plan.rows and not plan.why_not
 
 
