@@ -49,6 +49,11 @@ def _sentence(error: Exception, out: Path) -> str:
     is_other_library = "os error 28" in str(error) or ("iostream error" in str(error) and _is_full(out))
     if is_other_library or (isinstance(error, OSError) and error.errno == errno.ENOSPC):
         return f"the disk of {out} is full; free space and run the same command again"
+    if isinstance(error, PermissionError) and error.filename:  # on Windows also of a file that a program has open
+        return (
+            f"{error.filename} cannot be accessed ({error.strerror}); change its permissions, or end the programs that "
+            "use it, and run the same command again"
+        )
     if type(error).__name__ == "OutOfMemoryError":  # torch's, which takes seconds to import
         return "the memory of --device is too small; free some, or give a smaller --length or --draft-vocabulary"
     return f"{type(error).__name__}: {engine_lines(error)[0]}; --debug shows where"

@@ -857,6 +857,16 @@ def test_full_disk_gives_one_sentence_error(job, tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().err == expected
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_file_that_cannot_be_accessed_gives_one_sentence_error(tmp_path, capsys):
+    file = tmp_path / "/proc/sys/kernel/ostype"
+    assert program.run(lambda: file.write_bytes(b""), tmp_path, debug=False, interrupted="") == 1
+    assert capsys.readouterr().err == (
+        "error: /proc/sys/kernel/ostype cannot be accessed (Permission denied); change its permissions, or end the "
+        "programs that use it, and run the same command again\n"
+    )
+
+
 def test_killed_run_loses_little_of_the_time_it_spent(tmp_path, monkeypatch):
     monkeypatch.setattr("speculative.convert.draft_training.clock.SAVE_EVERY", 0.0)
     clock = Clock(tmp_path / "clock.json", 1)
