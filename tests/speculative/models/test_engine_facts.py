@@ -218,6 +218,22 @@ def distance(one, other):
     return sum((one - other).values()) / sum(one.values())
 
 
+def test_split_prompts_with_a_draft_change_greedy_text():
+    """docs/upstream.md; so convert/export_model_server.py turns `dynamic_split_fuse` off."""
+    texts = {}
+    for splits, options in ((True, {}), (True, {"draft": DRAFT}), (False, {"draft": DRAFT})):
+        scheduler = openvino_genai.SchedulerConfig()
+        scheduler.dynamic_split_fuse, scheduler.max_num_batched_tokens = splits, 32 if splits else 2048
+        pipe = load(main=MAIN, scheduler_config=scheduler, **options)
+        config = openvino_genai.GenerationConfig(max_new_tokens=32, ignore_eos=True)
+        if options:
+            config.num_assistant_tokens = 3
+        prompts = ["def f(x):", "# " + "read the file and return its lines " * 9]
+        texts[splits, bool(options)] = pipe.generate(prompts, config).texts
+    assert texts[False, True] == texts[True, False]
+    assert texts[True, True][0] == texts[True, False][0] and texts[True, True][1] != texts[True, False][1]
+
+
 def test_sampling_with_draft_is_wrong_and_with_prompt_lookup_right():
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.enable_prefix_caching = False  # with it, such requests also crash now and then
