@@ -112,14 +112,11 @@ class LatencyCurve:
     def between(self, start: int, end: int) -> list[float]:
         """Seconds of forward passes over `start`, `start` + 1, ... `end` tokens."""
         values: list[float] = []
-        for i in range(bisect_right(BOUNDS, start) - 1, len(BOUNDS) - 1):
-            if start > end:
-                break
+        for i in range(bisect_right(BOUNDS, start) - 1, bisect_right(BOUNDS[:-1], end)):
             left, right, seconds = BOUNDS[i], BOUNDS[i + 1], self._learned[i]
-            slope, stop = (self._learned[i + 1] - seconds) / (right - left), right if right <= end else end + 1
-            values += [seconds + slope * (n - left) for n in range(start, stop)]
-            start = stop
-        return values + [self._learned[-1]] * (end + 1 - start)
+            slope = (self._learned[i + 1] - seconds) / (right - left)
+            values += [seconds + slope * (n - left) for n in range(max(left, start), min(right, end + 1))]
+        return values + [self._learned[-1]] * (end + 1 - max(start, BOUNDS[-1]))
 
     def measured(self, n: int) -> float:
         """Seconds of a forward pass over n tokens as measured, before any update."""
@@ -131,7 +128,7 @@ class LatencyCurve:
         if expected > 0:
             here, relative = _interpolate(n, [1.0, *self._change]), excess(seconds, expected)
             self._change = [
-                (change - self.DECAY * (change - here) if change > here else change) * (1 + weight * relative)
+                (change - self.DECAY * max(change - here, 0.0)) * (1 + weight * relative)
                 for change, weight in zip(self._change, _weights(n), strict=True)
             ]
             self._learn()

@@ -45,7 +45,7 @@ class PassWidth:
         current = self.last or self.plain_size
         of_current = worth[current - 1]
         self._advantages = [
-            total if (total := advantage + of_size - of_current) > 0.0 else 0.0  # faster than max()
+            max(advantage + of_size - of_current, 0.0)
             for advantage, of_size in zip(self._advantages, worth, strict=True)
         ]
         most = max(self._advantages)
