@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import openvino as ov
@@ -859,7 +860,7 @@ def test_full_disk_gives_one_sentence_error(job, tmp_path, capsys, monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 def test_file_that_cannot_be_accessed_gives_one_sentence_error(tmp_path, capsys):
-    file = tmp_path / "/proc/sys/kernel/ostype"
+    file = Path("/proc/sys/kernel/ostype")
     assert program.run(lambda: file.write_bytes(b""), tmp_path, debug=False, interrupted="") == 1
     assert capsys.readouterr().err == (
         "error: /proc/sys/kernel/ostype cannot be accessed (Permission denied); change its permissions, or end the "

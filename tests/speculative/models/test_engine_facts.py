@@ -220,18 +220,18 @@ def distance(one, other):
 
 def test_split_prompts_with_a_draft_change_greedy_text():
     """docs/upstream.md; so convert/export_model_server.py turns `dynamic_split_fuse` off."""
-    texts = {}
-    for splits, options in ((True, {}), (True, {"draft": DRAFT}), (False, {"draft": DRAFT})):
+
+    def texts(splits, draft=None):
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.dynamic_split_fuse, scheduler.max_num_batched_tokens = splits, 32 if splits else 2048
-        pipe = load(main=MAIN, scheduler_config=scheduler, **options)
         config = openvino_genai.GenerationConfig(max_new_tokens=32, ignore_eos=True)
-        if options:
-            config.num_assistant_tokens = 3
+        config.num_assistant_tokens = 3 if draft else 0
         prompts = ["def f(x):", "# " + "read the file and return its lines " * 9]
-        texts[splits, bool(options)] = pipe.generate(prompts, config).texts
-    assert texts[False, True] == texts[True, False]
-    assert texts[True, True][0] == texts[True, False][0] and texts[True, True][1] != texts[True, False][1]
+        return load(MAIN, draft, scheduler_config=scheduler).generate(prompts, config).texts
+
+    alone, whole, split = texts(True), texts(False, DRAFT), texts(True, DRAFT)
+    assert whole == alone
+    assert split[0] == alone[0] and split[1] != alone[1]
 
 
 def test_sampling_with_draft_is_wrong_and_with_prompt_lookup_right():
