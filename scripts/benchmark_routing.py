@@ -6,13 +6,14 @@ starts samples/serve/serve_pair.py twice, with --routing balanced and with --rou
 round both get new chats, one server after the other. All chats send their first turn, then all send their second, and
 so on. A turn repeats the chat so far and adds `--added` lines. `--clients` requests run at a time. All turns but the
 first are counted. Hits: share of the prompt tokens that came from the prefix cache. TTFT: median and 95th percentile.
-Output: a table, then one JSON object on the last line.
+Output: a table, then one JSON object on the last line. Ctrl-C keeps the complete rounds.
 """
 
 from speculative.cli.program import exit_on, prepare_output
 
 import argparse
 import json
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,6 +28,7 @@ from speculative.cli.arguments import refuse_unsound
 from speculative.cli.number_types import positive_int, two_or_more
 from speculative.cli.parser import Parser
 from speculative.cli.processes import ctrl_c_waits, signals_raise
+from speculative.cli.progress import tqdm
 
 ROUTINGS = ("balanced", "prefix")
 SETTINGS = {"max_tokens": 16, "temperature": 0, "ignore_eos": True}
@@ -68,6 +70,28 @@ def play(server: Target, arguments: argparse.Namespace, first: int) -> list[Requ
     return counted
 
 
+def measure(targets: dict[str, Target], arguments: argparse.Namespace) -> list[dict[str, list[RequestRecord]]]:
+    """The answers of each complete round, by routing policy. Ctrl-C ends the measurement.
+
+    Raises KeyboardInterrupt if no round is complete, and RuntimeError for a request without an answer.
+    """
+    rounds: list[dict[str, list[RequestRecord]]] = []
+    try:
+        with tqdm(total=(1 + arguments.rounds) * len(targets), unit="run", leave=False) as bar:
+            for number in range(1 + arguments.rounds):
+                answers = {}
+                for routing, target in targets.items():
+                    bar.set_description(f"{routing} routing")
+                    answers[routing] = play(target, arguments, number * arguments.chats)
+                    bar.update()
+                if number:  # the first is the warm-up
+                    rounds.append(answers)
+    except KeyboardInterrupt:
+        if not rounds:
+            raise
+    return rounds
+
+
 def row(routing: str, answers: list[RequestRecord]) -> dict:
     ttft = np.percentile([answer.ttft for answer in answers if answer.ttft], [50, 95])
     hits = sum(answer.cached_tokens for answer in answers) / sum(answer.prompt_tokens for answer in answers)
@@ -96,16 +120,18 @@ def main() -> int:
                 stack.callback(server.end)
             target = Target(server.url(), "")
             targets[routing] = target._replace(model=only_model(target))
-        answers: dict[str, list[RequestRecord]] = {routing: [] for routing in ROUTINGS}
         with BackgroundLoad() as other:
-            for round in range(-1, arguments.rounds):
-                for routing, target in targets.items():
-                    round_answers = play(target, arguments, (round + 1) * arguments.chats)
-                    answers[routing] += round_answers if round >= 0 else []
-    rows = [row(routing, answers[routing]) for routing in ROUTINGS]
-    result = {"program": "benchmark_routing", "environment": environment(arguments, other), "rows": rows}
-    print(table(rows), other.sentence, json.dumps(result), sep="\n")
-    return 0
+            rounds = measure(targets, arguments)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # keep the rounds while the servers stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # and do not interrupt the output
+    rows = [row(routing, [answer for answers in rounds for answer in answers[routing]]) for routing in ROUTINGS]
+    facts = {**environment(arguments, other), "rounds": len(rounds)}
+    is_complete = len(rounds) == arguments.rounds
+    print(*filter(None, (table(rows), other.sentence)), sep="\n")
+    if not is_complete:
+        print(f"Interrupted: {len(rounds)} of {arguments.rounds} rounds completed; only these are shown.")
+    print(json.dumps({"program": "benchmark_routing", "environment": facts, "rows": rows}))
+    return 0 if is_complete else 130
 
 
 if __name__ == "__main__":
