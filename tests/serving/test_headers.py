@@ -1,5 +1,6 @@
 """The headers of responses: a request id on each, and those that let the web pages of an origin use the server."""
 
+import gzip
 import json
 import re
 
@@ -72,6 +73,19 @@ def test_missing_json_content_type_returns_400(api, kind):
         f"The body has Content-Type '{kind or ''}', so it is not read as JSON: "
         "send the header Content-Type: application/json."
     )
+
+
+@pytest.mark.parametrize("coding", ["gzip", "BR"])
+def test_compressed_body_returns_400(api, coding):
+    content = gzip.compress(json.dumps(ONE).encode())
+    headers = {"authorization": "Bearer one", "content-type": "application/json", "content-encoding": coding}
+    answer = httpx.post(f"{api.url}/completions", content=content, headers=headers, **PLAIN)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == (
+        f"The body has Content-Encoding '{coding}', which is not supported: send plain JSON."
+    )
+    headers["content-encoding"] = "identity"
+    assert httpx.post(f"{api.url}/completions", json=ONE, headers=headers, **PLAIN).status_code == 200
 
 
 PREFLIGHT = {"origin": PAGE, "access-control-request-method": "POST",

@@ -84,10 +84,14 @@ def invalid_body(what: str) -> ApiError:
 
 
 def body_route(tokens: int) -> type[APIRoute]:
-    """FastAPI's route class with bodies parsed by `parse`. Refuses a body whose Content-Type is another one."""
+    """FastAPI's route class with bodies parsed by `parse`. Refuses a body whose Content-Type is another one, or that
+    has a Content-Encoding."""
 
     class BodyRequest(Request):
         async def json(self) -> Any:
+            coding = self.headers.get("content-encoding", "identity")
+            if coding.lower() != "identity":
+                raise invalid_body(f"has Content-Encoding {shorten(coding)!r}, which is not supported: send plain JSON")
             return parse(await self.body(), tokens)
 
     class BodyRoute(APIRoute):
