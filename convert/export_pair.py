@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
+from speculative.byte_size import byte_size
 from speculative.cli.number_types import positive_float
 from speculative.cli.parser import Parser
 from speculative.cli.processes import print_or_exit, utf8_output
@@ -555,8 +556,8 @@ def require_space(folder: PairFolder, todo: list[tuple[source.Source, dict]]) ->
     free = shutil.disk_usage(folder.work).free
     if sum(needed) > free:
         raise ConvertError(
-            f"the disk of {folder.target} has {free / 1e9:.1f} GB free, but the export needs about "
-            f"{sum(needed) / 1e9:.1f} GB; make room, choose a smaller --weight-format, or another OUT_DIR"
+            f"the disk of {folder.target} has {byte_size(free)} free, but the export needs about "
+            f"{byte_size(sum(needed))}; make room, choose a smaller --weight-format, or another OUT_DIR"
         )
 
 

@@ -45,6 +45,7 @@ import openvino_genai
 
 from speculative.bench import genai
 from speculative.bench.prompts import read_prompts
+from speculative.byte_size import byte_size
 from speculative.cli.number_types import positive_float, positive_int, seed_number, share
 from speculative.cli.parser import Parser
 from speculative.cli.processes import utf8_output
@@ -496,9 +497,7 @@ def require_space(arguments: argparse.Namespace) -> None:
         needed += shape.hidden * (3 * shape.hidden + shape.head_dim * (shape.heads + 2 * shape.kv_heads))
     free = shutil.disk_usage(arguments.out.parent).free
     if free < 1.1 * needed:
-        raise OSError(
-            f"{arguments.out.parent} has {free / 1e9:.1f} GB free, but {1.1 * needed / 1e9:.1f} GB are needed"
-        )
+        raise OSError(f"{arguments.out.parent} has {byte_size(free)} free, but {byte_size(1.1 * needed)} are needed")
 
 
 def summary(pair: dict, out: Path) -> str:

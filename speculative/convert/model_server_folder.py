@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from speculative.byte_size import byte_size
 from speculative.cli.progress import tqdm
 from speculative.convert.errors import ConvertError
 from speculative.convert.source import ir_files
@@ -69,7 +70,7 @@ def _copy(pairs: list[tuple[Path, Path]]) -> None:
     free = shutil.disk_usage(pairs[0][1].parent).free if pairs else needed
     if needed > free:
         raise ConvertError(
-            f"a copy of the weights takes {needed / 1e9:.1f} GB, but the disk has only {free / 1e9:.1f} GB free; make "
+            f"a copy of the weights takes {byte_size(needed)}, but the disk has only {byte_size(free)} free; make "
             "room, or choose an OUT on the same disk as the pair, where they are hard-linked"
         )
     with tqdm(total=needed, unit="B", unit_scale=True, desc="copying weights", leave=False, disable=None) as bar:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
+from speculative.byte_size import byte_size
 from speculative.convert import gguf_source
 from speculative.convert.child import Child
 from speculative.convert.errors import ConvertError
@@ -237,7 +238,7 @@ def _require_space_for_download(repository: str, sizes: dict[str, int]) -> None:
     free = shutil.disk_usage(cache).free
     if missing > free:
         raise ConvertError(
-            f"{repository} takes up to {missing / 1e9:.1f} GB, but {cache} has only {free / 1e9:.1f} GB free; make "
+            f"{repository} takes up to {byte_size(missing)}, but {cache} has only {byte_size(free)} free; make "
             "room, or set HF_HOME to a folder on a larger disk"
         )
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import openvino as ov
 
+from speculative.byte_size import byte_size
 from speculative.error_text import one_line
 from speculative.models import cached_model, kv_cache
 from speculative.models.cached_model import CAPACITY
@@ -202,7 +203,7 @@ def _judge_caches(members: list[PairMember], core: ov.Core) -> Iterator[Finding]
         message = (
             f"{member.role} {cache.layers} layers x {cache.heads} heads x {cache.head_size}: "
             f"{cache.bytes_per_token(precision):,} bytes per token in {precision.to_string()}, "
-            f"{_size(_cache_bytes(member, core))} for {member.tokens:,} tokens"
+            f"{byte_size(_cache_bytes(member, core))} for {member.tokens:,} tokens"
         )
         yield Finding("ok", "KV cache", message)
 
@@ -216,7 +217,7 @@ def _judge_memory(members: list[PairMember], core: ov.Core) -> Iterator[Finding]
     for memory_name, members_in_memory in members_by_memory.items():
         needed = [_weight_bytes(member) + _cache_bytes(member, core) for member in members_in_memory]
         parts = " and ".join(
-            f"{member.role} {_size(size)}" for member, size in zip(members_in_memory, needed, strict=True)
+            f"{member.role} {byte_size(size)}" for member, size in zip(members_in_memory, needed, strict=True)
         )
         memory = (
             device_facts.main_memory() if memory_name == MAIN_MEMORY else device_facts.device_memory(memory_name, core)
@@ -229,15 +230,19 @@ def _judge_one_memory(memory_name: str, parts: str, needed: int, memory: Memory)
     if memory.total is None:
         return Finding("ok", "memory", f"{parts}; this system does not report the size of {memory_name}")
     if needed > memory.total:
-        message = f"{parts} need {_size(needed)}, but {memory_name} has {_size(memory.total)} in total; {advice}"
+        message = (
+            f"{parts} need {byte_size(needed)}, but {memory_name} has {byte_size(memory.total)} in total; {advice}"
+        )
         return Finding("error", "memory", message)
     if memory.available is None:
-        return Finding("ok", "memory", f"{parts}, of {_size(memory.total)} in {memory_name}")
+        return Finding("ok", "memory", f"{parts}, of {byte_size(memory.total)} in {memory_name}")
     if needed > memory.available:
-        free = _size(memory.available)
-        message = f"{parts} need {_size(needed)}, but {memory_name} has only {free} free; close programs, or {advice}"
+        free = byte_size(memory.available)
+        message = (
+            f"{parts} need {byte_size(needed)}, but {memory_name} has only {free} free; close programs, or {advice}"
+        )
         return Finding("warning", "memory", message)
-    return Finding("ok", "memory", f"{parts}, of {_size(memory.available)} free in {memory_name}")
+    return Finding("ok", "memory", f"{parts}, of {byte_size(memory.available)} free in {memory_name}")
 
 
 def _judge_cost(main: PairMember, draft: PairMember) -> Iterator[Finding]:
@@ -248,8 +253,8 @@ def _judge_cost(main: PairMember, draft: PairMember) -> Iterator[Finding]:
     }
     best = max(speedups, key=speedups.__getitem__)
     cost = (
-        f"a draft step reads {_size(draft.weights.bytes_per_step)} and a main step "
-        f"{_size(main.weights.bytes_per_step)}, an estimated cost ratio of {ratio:.2f}"
+        f"a draft step reads {byte_size(draft.weights.bytes_per_step)} and a main step "
+        f"{byte_size(main.weights.bytes_per_step)}, an estimated cost ratio of {ratio:.2f}"
     )
     if draft.device != main.device:
         cost += " on equally fast devices"
@@ -285,13 +290,6 @@ def _cache_bytes(member: PairMember, core: ov.Core) -> int:
 
 def _weight_bytes(member: PairMember) -> int:
     return (member.facts.folder / "openvino_model.bin").stat().st_size
-
-
-def _size(number: int) -> str:
-    for unit, factor in (("GB", 1e9), ("MB", 1e6)):
-        if number >= factor:
-            return f"{number / factor:,.1f} {unit}"
-    return f"{number / 1e3:,.1f} KB"
 
 
 def _count(number: int) -> str:

@@ -557,7 +557,7 @@ def test_weights_are_copied_on_request_or_without_hard_links(pair, out, export, 
 
     usage = shutil.disk_usage(out)._replace(free=1000)
     monkeypatch.setattr(model_server_folder.shutil, "disk_usage", lambda _: usage)
-    assert "the disk has only 0.0 GB free" in refuses(1, pair, out, "--overwrite")
+    assert "the disk has only 1.0 KB free" in refuses(1, pair, out, "--overwrite")
 
 
 def test_model_without_chat_template_uses_completions_in_examples(tmp_path, out, export):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speculative.atomic_write import atomic_write
+from speculative.byte_size import byte_size
 from speculative.cli.progress import tqdm
 from speculative.convert.draft_training import beginnings, model_card, verdict
 from speculative.convert.draft_training.beginnings import Prompt
@@ -139,7 +140,7 @@ class _Stages:
         if needed > free:
             what = f"{self.options.tokens:,} tokens need" if missing else "the training and the draft need"
             raise ConvertError(
-                f"the disk of {self.options.out} has {free / 1e9:.1f} GB free, but {what} up to {needed / 1e9:.1f} GB; "
+                f"the disk of {self.options.out} has {byte_size(free)} free, but {what} up to {byte_size(needed)}; "
                 f"make room{', choose another folder, or give a smaller --tokens' if missing else ''}"
             )
 
