@@ -28,8 +28,8 @@ import sys
 
 from speculative.bench.cluster.child_process import ChildFailed
 from speculative.bench.decoding_process import Closing
-from speculative.bench.harness import BackgroundLoad, environment, shuffled
-from speculative.bench.load.arguments import add_load_arguments, write_load_outputs
+from speculative.bench.harness import BackgroundLoad, environment, shuffled, write_outputs
+from speculative.bench.load.arguments import add_load_arguments
 from speculative.bench.load.batch_methods import CACHE_TOKENS, BatchingProcess
 from speculative.bench.load.metrics import Load, break_even, counted, row, table, take_turns
 from speculative.bench.prompts import Prompt, read_prompts, shown_name, token_ids
@@ -273,8 +273,8 @@ def main() -> int:
                 complete, memory = measure(processes, methods, arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # do not interrupt the output
     result = result_of(arguments, prompts, methods, memory, other)
-    written = write_load_outputs(arguments, result, "\n".join([table(result["rows"]), "", *result["summary"]]))
-    return 1 if not written else 0 if complete else 130
+    write_outputs(arguments, result, "\n".join([table(result["rows"]), "", *result["summary"]]))
+    return 0 if complete else 130
 
 
 if __name__ == "__main__":

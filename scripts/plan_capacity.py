@@ -40,7 +40,6 @@ from pathlib import Path
 import numpy as np
 
 from speculative import batch_decoder
-from speculative.atomic_write import atomic_write
 from speculative.bench import saved_result
 from speculative.bench.capacity import measuring
 from speculative.bench.capacity.cluster import ROUTINGS
@@ -50,8 +49,8 @@ from speculative.bench.capacity.replica import Settings
 from speculative.bench.capacity.sharing import ServerCosts
 from speculative.bench.capacity.tables import checks_table, drafting_table, plans_table, sentences
 from speculative.bench.capacity.workload import Lengths, Workload, lengths, read_trace
-from speculative.bench.harness import BackgroundLoad, environment, output_file, write_outputs
-from speculative.bench.load.arguments import numbers, png_file
+from speculative.bench.harness import BackgroundLoad, add_plot_argument, environment, output_file, write_outputs
+from speculative.bench.load.arguments import numbers
 from speculative.bench.load.batch_methods import CACHE_TOKENS, Prompts
 from speculative.bench.prompts import read_prompts, token_ids
 from speculative.bench.result import Drawn
@@ -92,7 +91,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--csv", type=output_file, metavar="FILE", help="write the simulated numbers of replicas as CSV"
     )
-    parser.add_argument("--png", type=png_file, metavar="FILE", help="write the plot (needs matplotlib)")
+    add_plot_argument(parser)
     parser.set_defaults(html=None)
     arguments = parser.parse_args()
     if bool(arguments.costs) == bool(arguments.main):
@@ -456,11 +455,6 @@ def main() -> int:
     result = result_of(arguments, planner, plans, drafting, checks, measured)
     shown = [plans_table(plans, goals), drafting_table(drafting), checks_table(checks), "\n".join(result["summary"])]
     write_outputs(arguments, result, "\n\n".join(filter(None, shown)))
-    if arguments.png:
-        from speculative.bench.capacity import plot
-
-        with exit_on(OSError, ValueError):
-            atomic_write(arguments.png, plot.png(result))
     return 0
 
 

@@ -6,7 +6,7 @@
 
 RESULT is a file written by `--json FILE`, the saved output of a script, or a result in docs/figures/. The extension of
 each output file selects the format: .html is a self-contained page; .csv is the main table; .png is a plot of speedup
-against draft length, or of a server under load. The scripts' own `--html` and `--csv` write the same files.
+against draft length, of a server under load, or of a plan. The scripts' own `--html` and `--csv` write the same files.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from speculative.bench import saved_result
-from speculative.bench.load.arguments import png_file
+from speculative.bench.harness import png_file
 from speculative.bench.reporting.page import draw
 from speculative.bench.result import Result
 from speculative.cli.parser import Parser

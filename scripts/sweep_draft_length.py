@@ -24,18 +24,15 @@ with a draft, GenAI samples from the wrong distribution (scripts/verify_lossless
 from speculative.cli.program import exit_on, prepare_output
 
 import argparse
-import importlib.util
 import signal
 import statistics
 import sys
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
 from speculative import decoder
-from speculative.atomic_write import atomic_write
 from speculative.bench.cluster.child_process import ChildFailed
 from speculative.bench.decoding_process import Closing, DecodingProcess, ProcessJob
 from speculative.bench.harness import (
@@ -45,7 +42,6 @@ from speculative.bench.harness import (
     environment,
     interleave,
     iteration_split,
-    output_file,
     row,
     time_in,
     write_outputs,
@@ -99,16 +95,13 @@ def parse_arguments() -> argparse.Namespace:
         default=NATIVE,
         help="this project's engine or GenAI's pipeline (default: native)",
     )
-    add_output_arguments(parser)
-    parser.add_argument("--png", type=output_file, metavar="FILE", help="write the plot (needs matplotlib)")
+    add_output_arguments(parser, with_plot=True)
     arguments = parser.parse_args()
     if arguments.engine == GENAI and any(arguments.temperature):
         parser.error(
             f"--temperature {max(arguments.temperature):g} is not supported with --engine genai, whose sampled mode "
             "with a draft is not lossless: use --temperature 0 or --engine native"
         )
-    if arguments.png and not importlib.util.find_spec("matplotlib"):
-        parser.error("--png requires matplotlib: `pip install matplotlib`")
     return arguments
 
 
@@ -376,18 +369,6 @@ def result_of(
     }
 
 
-def write_plot(file: Path, points: list[dict]) -> bool:
-    """Write the plot. Returns False, with the reason on standard error, if that fails."""
-    from speculative.bench.reporting import plot as speedup_plot
-
-    try:
-        atomic_write(file, speedup_plot.png(points))
-    except OSError as error:
-        print(f"error: {file} was not written: {error.strerror or error}", file=sys.stderr)
-        return False
-    return True
-
-
 def main() -> int:
     prepare_output()
     arguments = parse_arguments()
@@ -398,9 +379,8 @@ def main() -> int:
     with exit_on(RuntimeError, ValueError, KeyError, ChildFailed):
         methods, costs, other, complete = measure(arguments, ids)
     result = result_of(arguments, prompts, methods, costs, other)
-    written = not arguments.png or write_plot(arguments.png, result["sweep"])
     write_outputs(arguments, result, "\n".join([table(result["sweep"]), "", *result["summary"]]))
-    return 1 if not written else 0 if complete else 130
+    return 0 if complete else 130
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ are the median and range over the rounds.
 import argparse
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -37,6 +38,7 @@ from speculative.bench.result import Environment, IterationSplit, MethodRow, Res
 from speculative.cli.processes import print_or_exit, signals_raise
 from speculative.cli.progress import tqdm
 from speculative.decoder import GenerationResult
+from speculative.error_text import one_line
 from speculative.models.cached_model import CachedModel
 from speculative.models.cores import instruction_sets, usable_cores
 from speculative.models.eagle3_head import EagleHead
@@ -322,10 +324,16 @@ def precision(model: ModelSpec) -> str:
 # ---- output ---------------------------------------------------------------------------------------------------------
 
 
-def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+def add_output_arguments(parser: argparse.ArgumentParser, with_plot: bool = False) -> None:
     parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the JSON of the last line to FILE")
     parser.add_argument("--csv", type=output_file, metavar="FILE", help="write the rows as CSV")
     parser.add_argument("--html", type=output_file, metavar="FILE", help="write an HTML report with charts")
+    if with_plot:
+        add_plot_argument(parser)
+
+
+def add_plot_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--png", type=png_file, metavar="FILE", help="write the plot (needs matplotlib)")
 
 
 def output_file(text: str) -> Path:
@@ -341,6 +349,13 @@ def output_file(text: str) -> Path:
     return path
 
 
+def png_file(text: str) -> Path:
+    """An argparse type: a writable file for a plot."""
+    if not importlib.util.find_spec("matplotlib"):
+        raise argparse.ArgumentTypeError("requires matplotlib: `pip install matplotlib`")
+    return output_file(text)
+
+
 def _printable(text: str) -> str:
     """`text` with escapes for bytes of arguments that are not UTF-8."""
     return text.encode(errors="backslashreplace").decode()
@@ -354,11 +369,11 @@ def write_outputs(arguments: argparse.Namespace, result: Result, table: str = ""
     """
     line = _printable(json.dumps(result, ensure_ascii=False))
     failed = False
-    for path, text in _outputs(arguments, result, line):
+    for path, content in _outputs(arguments, result, line):
         try:
-            atomic_write(path, _printable(text))
-        except OSError as error:
-            reason = error.strerror or type(error).__name__
+            atomic_write(path, content())
+        except (OSError, ValueError) as error:  # ValueError: there is nothing to plot
+            reason = getattr(error, "strerror", None) or one_line(error)
             print(
                 f"error: {path} was not written: {reason}; the last line of the output has the full result",
                 file=sys.stderr,
@@ -369,13 +384,18 @@ def write_outputs(arguments: argparse.Namespace, result: Result, table: str = ""
         sys.exit(1)
 
 
-def _outputs(arguments: argparse.Namespace, result: Result, line: str) -> Iterator[tuple[Path, str]]:
+def _outputs(
+    arguments: argparse.Namespace, result: Result, line: str
+) -> Iterator[tuple[Path, Callable[[], str | bytes]]]:
+    """The requested files, each with a function that gives its content."""
     if arguments.json:
-        yield arguments.json, line + "\n"
-    if arguments.csv or arguments.html:
+        yield arguments.json, lambda: line + "\n"
+    if arguments.csv or arguments.html or getattr(arguments, "png", None):
         from speculative.bench.reporting import page as report
 
         if arguments.csv:
-            yield arguments.csv, report.csv_text(result)
+            yield arguments.csv, lambda: _printable(report.csv_text(result))
         if arguments.html:
-            yield arguments.html, report.html_text(result)
+            yield arguments.html, lambda: _printable(report.html_text(result))
+        if getattr(arguments, "png", None):
+            yield arguments.png, lambda: report.png(result)

@@ -110,7 +110,10 @@ def test_plan_is_complete_and_written_to_files(run_here, costs, tmp_path):
     assert [row["clients"] for row in result["drafting"]] == [1, 2, 4] * 2
     assert json.loads((tmp_path / "plan.json").read_text(encoding="utf-8")) == result
     assert len(list(csv.DictReader((tmp_path / "plan.csv").open(encoding="utf-8")))) == len(result["rows"])
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    plot = (tmp_path / "plan.png").read_bytes()
+    assert plot.startswith(b"\x89PNG")
+    assert run_here("scripts/report.py", tmp_path / "plan.json", tmp_path / "again.png").returncode == 0
+    assert (tmp_path / "again.png").read_bytes() == plot
 
 
 def test_simulation_is_compared_with_load_benchmark(run_here, costs, tmp_path):

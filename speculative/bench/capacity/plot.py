@@ -5,7 +5,7 @@ import io
 from typing import TYPE_CHECKING
 
 from speculative.bench.reporting.plot import COLOURS, DOTS, MARKERS
-from speculative.bench.result import CapacityResult
+from speculative.bench.result import Drawn
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 SIZE = (4.6, 3.4)  # inches of a panel
 
 
-def png(result: CapacityResult) -> bytes:
+def png(result: Drawn) -> bytes:
     """The panels for which the result has data. Raises ValueError if there are none."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -40,7 +40,7 @@ def png(result: CapacityResult) -> bytes:
     return written.getvalue()
 
 
-def _goal(panel: "Axes", result: CapacityResult, key: str) -> None:
+def _goal(panel: "Axes", result: Drawn, key: str) -> None:
     """A percentile by number of replicas, for each rate and setting, and the goal."""
     several = len({row["max_num_seqs"] for row in result["rows"]}) > 1
     lines: dict[str, list[tuple[int, float]]] = {}
@@ -64,7 +64,7 @@ def _goal(panel: "Axes", result: CapacityResult, key: str) -> None:
     panel.set_xticks([], minor=True)
 
 
-def _drafting(panel: "Axes", result: CapacityResult) -> None:
+def _drafting(panel: "Axes", result: Drawn) -> None:
     """Throughput of a replica by number of clients."""
     for i, method in enumerate(dict.fromkeys(row["method"] for row in result["drafting"])):
         points = [(row["clients"], row["throughput"]) for row in result["drafting"] if row["method"] == method]
@@ -72,7 +72,7 @@ def _drafting(panel: "Axes", result: CapacityResult) -> None:
     _clients(panel, sorted({row["clients"] for row in result["drafting"]}), "throughput, simulated (tokens/s)")
 
 
-def _checks(panel: "Axes", result: CapacityResult) -> None:
+def _checks(panel: "Axes", result: Drawn) -> None:
     """Measured throughput as lines, simulated as dashed ones."""
     for i, method in enumerate(dict.fromkeys(check["method"] for check in result["checks"])):
         checks = [check for check in result["checks"] if check["method"] == method]

@@ -1,13 +1,8 @@
-"""Arguments and outputs shared by the load benchmarks."""
+"""Arguments shared by the load benchmarks."""
 
 import argparse
-import importlib.util
-import sys
-from pathlib import Path
 
-from speculative.atomic_write import atomic_write
-from speculative.bench.harness import add_output_arguments, output_file, write_outputs
-from speculative.bench.result import BatchingResult, ServingResult
+from speculative.bench.harness import add_output_arguments
 from speculative.cli import former_options
 from speculative.cli.arguments import add_prompt_arguments
 from speculative.cli.number_types import positive_float, positive_int, two_or_more
@@ -36,8 +31,7 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rounds", type=positive_int, default=3, metavar="N", help="interleaved rounds after the warm-up (default: 3)"
     )
-    add_output_arguments(parser)
-    parser.add_argument("--png", type=png_file, metavar="FILE", help="write the plot (needs matplotlib)")
+    add_output_arguments(parser, with_plot=True)
 
 
 def numbers(text: str) -> list[int]:
@@ -51,24 +45,3 @@ def numbers(text: str) -> list[int]:
             f"{text!r} is not an increasing list of whole numbers above 0, like 1,2,4,8,16"
         )
     return values
-
-
-def png_file(text: str) -> Path:
-    if not importlib.util.find_spec("matplotlib"):
-        raise argparse.ArgumentTypeError("requires matplotlib: `pip install matplotlib`")
-    return output_file(text)
-
-
-def write_load_outputs(arguments: argparse.Namespace, result: BatchingResult | ServingResult, table: str) -> bool:
-    """Write the plot and everything `write_outputs` writes. Returns False if the plot could not be written."""
-    written = True
-    if arguments.png:
-        from speculative.bench.load import plot as load_plot
-
-        try:
-            atomic_write(arguments.png, load_plot.png(result["rows"]))
-        except OSError as error:
-            print(f"error: {arguments.png} was not written: {error.strerror or error}", file=sys.stderr)
-            written = False
-    write_outputs(arguments, result, table)
-    return written

@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
 
@@ -100,14 +100,28 @@ def flatten(row: Drawn, prefix: str = "") -> Iterator[tuple[str, object]]:
             yield prefix + key, value
 
 
-def draw(result: Drawn, path: Path) -> None:
-    if path.suffix == ".png" and loads(result):
+# ---- PNG ------------------------------------------------------------------------------------------------------------
+
+
+def png(result: Drawn) -> bytes:
+    """The plot of a result. Raises ValueError if it has nothing to plot. Matplotlib is imported only here."""
+    if result["program"] == "plan_capacity":
+        from speculative.bench.capacity import plot as capacity_plot
+
+        return capacity_plot.png(result)
+    if loads(result):
         from speculative.bench.load import plot as load_plot
 
-        atomic_write(path, load_plot.png(loads(result)))
-    elif path.suffix == ".png":
-        from speculative.bench.reporting.plot import png
+        return load_plot.png(loads(result))
+    from speculative.bench.reporting import plot
 
-        atomic_write(path, png(speedup_points(result)))
-    else:
-        atomic_write(path, html_text(result) if path.suffix == ".html" else csv_text(result))
+    return plot.png(speedup_points(result))
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def draw(result: Drawn, path: Path) -> None:
+    """Write a file in the format that its name ends in. Raises OSError, and ValueError without anything to plot."""
+    contents: dict[str, Callable[[Drawn], str | bytes]] = {".html": html_text, ".csv": csv_text, ".png": png}
+    atomic_write(path, contents[path.suffix](result))
