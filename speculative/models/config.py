@@ -23,8 +23,12 @@ def read_config(folder: Path) -> dict:
 
 
 def context_length(config: dict) -> int | None:
-    """The longest sequence in tokens; None if the config does not give it."""
-    return next((part[key] for part in (text_config(config), config) for key in CONTEXT_KEYS if part.get(key)), None)
+    """The longest sequence in tokens; None if the config does not give it. Raises ValueError if it is no number."""
+    given = ((key, part[key]) for part in (text_config(config), config) for key in CONTEXT_KEYS if part.get(key))
+    key, tokens = next(given, ("", None))
+    if tokens is not None and (type(tokens) is not int or tokens < 1):
+        raise ValueError(f"{key} of config.json is {tokens!r}, but must be a whole number of tokens from 1")
+    return tokens
 
 
 def rope(config: dict) -> tuple[float | None, dict | None]:

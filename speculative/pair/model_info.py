@@ -190,7 +190,8 @@ def require_ir(folder: Path, *, standalone: bool = True) -> None:
     """Raise UnusableFolder unless the folder holds every file of a language model's IR, complete, and is `standalone`,
     not a draft that needs the main model's hidden states.
 
-    Raises DamagedFolder, a subclass, if a file is truncated or corrupt. Reads the .xml files, not the weights.
+    Raises DamagedFolder, a subclass, if a file is truncated or corrupt. Reads the .xml and config files, not the
+    weights.
     """
     if not folder.is_dir():
         if gguf_file.is_named(folder) and folder.is_file():
@@ -222,6 +223,8 @@ def require_ir(folder: Path, *, standalone: bool = True) -> None:
         _require_part(folder, "tokenizer")
         if (folder / "openvino_detokenizer.xml").is_file():  # a draft needs none
             _require_part(folder, "detokenizer")
+    for file in sorted(folder.glob("*config.json")):
+        _read_json(file)
 
 
 def require_runnable(folder: Path, *, writes_text: bool) -> None:
@@ -232,8 +235,6 @@ def require_runnable(folder: Path, *, writes_text: bool) -> None:
         raise UnusableFolder(f"{folder} is an EAGLE-3 draft, which writes no text on its own; give its main model")
     if writes_text:
         _require_part(folder, "detokenizer")
-    for file in folder.glob("*config.json"):
-        _read_json(file)
 
 
 def _require_part(folder: Path, part: str) -> None:
@@ -287,9 +288,12 @@ def _read_config(facts: ModelFacts) -> None:
 
 
 def _take_config(facts: ModelFacts, config: dict) -> None:
+    try:
+        facts.context_length = context_length(config)
+    except ValueError as error:
+        raise DamagedFolder(f"{facts.folder}: {error}") from error
     facts.architecture = next(iter(config.get("architectures") or []), config.get("model_type", ""))
     facts.encoder_decoder = bool(config.get("is_encoder_decoder"))
-    facts.context_length = context_length(config)
     facts.sliding_window = sliding_window(config)
     if facts.logits_width is None:
         facts.logits_width = config.get("vocab_size") or text_config(config).get("vocab_size")

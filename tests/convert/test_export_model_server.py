@@ -467,10 +467,10 @@ def test_folder_without_a_sound_pair_is_rejected(tmp_path, pair, out, other_toke
 
 def test_invalid_generation_config_json_is_named(pair, out, refuses):
     file = pair / "main" / "generation_config.json"
-    for content in ("{", "[1]"):
+    for content, words in (("{", "cannot be read"), ("[1]", "does not hold a JSON object")):
         file.unlink()
         file.write_text(content, encoding="utf-8")
-        assert "generation_config.json is not a JSON object" in refuses(1, pair, out)
+        assert f"{file} {words}" in refuses(2, pair, out)
     assert [path.name for path in out.parent.iterdir()] == ["embedded"]
 
 

@@ -28,6 +28,12 @@ def test_context_length(config, length, tmp_path):
     assert context_length(read_config(tmp_path)) == config_facts(tmp_path).context_length == length
 
 
+@pytest.mark.parametrize("tokens", ["many", 1024.5, True, -1])
+def test_context_length_that_is_no_number_of_tokens_is_refused(tokens):
+    with pytest.raises(ValueError, match=re.escape(f"n_positions of config.json is {tokens!r}, but must be")):
+        context_length({"n_positions": tokens})
+
+
 def test_model_without_config_has_unknown_context_length(tmp_path):
     assert context_length(read_config(tmp_path)) is None
 

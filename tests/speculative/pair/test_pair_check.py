@@ -248,6 +248,10 @@ def truncate(name):
     return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:500])
 
 
+def change_context(tokens):
+    return lambda folder: change_json(folder / "config.json", max_position_embeddings=tokens)
+
+
 def make_vision_model(folder):
     (folder / "openvino_model.xml").rename(folder / "openvino_language_model.xml")
 
@@ -265,6 +269,9 @@ def make_vision_model(folder):
         (truncate("openvino_tokenizer.bin"), "openvino_tokenizer.bin is truncated (500 of"),
         (truncate("tokenizer.json"), "tokenizer.json cannot be read"),
         (lambda folder: (folder / "config.json").write_text("[]"), "config.json does not hold a JSON object"),
+        (lambda folder: (folder / "config.json").write_text("{}", encoding="utf-16"), "/config.json cannot be read"),
+        (lambda folder: (folder / "generation_config.json").write_text("{"), "generation_config.json cannot be read"),
+        (change_context("many"), "max_position_embeddings of config.json is 'many', but must be a whole number"),
         (make_vision_model, "vision-language"),
     ],
 )
