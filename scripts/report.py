@@ -4,9 +4,11 @@
     python scripts/report.py result.json page.html
     python scripts/report.py result.json rows.csv speedup.png
 
-RESULT is a file written by `--json FILE`, the saved output of a script, or a result in docs/figures/. The extension of
-each output file selects the format: .html is a self-contained page; .csv is the main table; .png is a plot of speedup
-against draft length, of a server under load, or of a plan. The scripts' own `--html` and `--csv` write the same files.
+RESULT is a file written by `--json FILE`, the saved output of a script, or a result in docs/figures/. It needs the keys
+`program` and `summary`, which the results of verify_lossless.py and benchmark_costs.py, for example, do not have. The
+extension of each output file selects the format: .html is a self-contained page; .csv is the main table; .png is a plot
+of speedup against draft length, of a server under load, or of a plan. The scripts' own `--html` and `--csv` write the
+same files.
 """
 
 import argparse
@@ -33,10 +35,13 @@ def read_result(text: str) -> Result:
     except OSError as error:
         raise argparse.ArgumentTypeError(f"cannot read {text!r} ({error.strerror}): {GIVE}") from None
     except ValueError:
-        result = {}
+        raise argparse.ArgumentTypeError(f"{text!r} has no result: {GIVE}") from None
     if {"program", "summary"} <= set(result):
         return with_present_keys(result)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a result of these scripts: {GIVE}")
+    raise argparse.ArgumentTypeError(
+        f"{text!r} has no keys 'program' and 'summary', so it cannot be drawn: give a file written by --json of a "
+        "program whose results have them, like benchmark.py"
+    )
 
 
 def with_present_keys(result: dict) -> dict:

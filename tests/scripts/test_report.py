@@ -464,6 +464,7 @@ def test_load_results_of_earlier_versions_are_read(run_here, tmp_path):
         (None, "page.html", 2, "result.json"),
         (b"\xff\xfe", "page.html", 2, "a file written by --json"),
         (b'{"summary": 1}', "page.html", 2, "a file written by --json"),
+        (b'{"ok": true, "greedy": []}', "page.html", 2, "has no keys 'program' and 'summary', so it cannot be drawn"),
         (json.dumps(MINIMAL).encode(), "page.pdf", 2, ".html"),
         (json.dumps(MINIMAL).encode(), "no/folder/page.html", 2, "no/folder"),
         (json.dumps(MINIMAL).encode(), "speedup.png", 1, "draft length"),
