@@ -724,6 +724,7 @@ def test_default_layers_match_published_heads():
 def test_unsuitable_main_model_gives_one_sentence_error(refuses, main, tmp_path):
     out = tmp_path / "out"
     assert "holds no OpenVINO model" in refuses(2, tmp_path / "nowhere", out)
+    assert "is an EAGLE-3 head, a draft for another model" in refuses(2, "models/embedded/eagle3", out)
     shallow = save_tiny_main(tmp_path / "shallow", layers=2)
     assert "has 2 layers that can be found by name, but an EAGLE-3 draft reads three" in refuses(2, shallow, out)
     assert "reads three different layers of 0 to 3, not [1, 2, 4]" in refuses(2, main, out, "--layers", 1, 2, 4)

@@ -10,7 +10,7 @@ from openvino import opset13 as ops
 
 from speculative.convert.errors import ConvertError
 from speculative.models.config import context_length, read_config, rope, text_config
-from speculative.models.eagle3_graph import find_embedding
+from speculative.models.eagle3_graph import find_embedding, is_head
 from speculative.models.spec import ModelSpec
 
 PADDING = 32  # token counts are rounded up to multiples: OpenVINO keeps compiled kernels for each
@@ -57,6 +57,8 @@ class MainModel:
         file = spec.folder / "openvino_model.xml"
         if not file.is_file():
             raise ConvertError(f"{spec.folder} holds no OpenVINO model; give the folder of an exported main model", 2)
+        if is_head(spec.folder):
+            raise ConvertError(f"{spec.folder} is an EAGLE-3 head, a draft for another model; give that model", 2)
         if not (spec.folder / "openvino_tokenizer.xml").is_file():
             raise ConvertError(f"{spec.folder} has no tokenizer (openvino_tokenizer.xml); export the model again", 2)
         try:
