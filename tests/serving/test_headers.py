@@ -9,6 +9,8 @@ import pytest
 
 from speculative import batch_decoder
 from speculative.serving import arguments
+from speculative.serving.api.errors import ApiError
+from speculative.serving.http import request_body
 from speculative.serving.http.middleware import digest
 from tests.support.paths import DRAFT, MAIN
 from tests.support.serving import PLAIN, Api
@@ -86,6 +88,23 @@ def test_compressed_body_returns_400(api, coding):
     )
     headers["content-encoding"] = "identity"
     assert httpx.post(f"{api.url}/completions", json=ONE, headers=headers, **PLAIN).status_code == 200
+
+
+def test_body_may_begin_with_a_byte_order_mark():
+    assert request_body.parse(b"\xef\xbb\xbf[1]", tokens=1) == [1]
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (b"9" * 5_000, "The body has an integer of more than 4,300 digits."),
+        (b"[NaN]", "The body is not JSON: NaN is not a number."),
+    ],
+)
+def test_number_that_is_not_read_is_named(body, sentence):
+    with pytest.raises(ApiError) as refusal:
+        request_body.parse(body, tokens=1)
+    assert refusal.value.body["error"]["message"] == sentence
 
 
 PREFLIGHT = {"origin": PAGE, "access-control-request-method": "POST",

@@ -129,8 +129,8 @@ def published_layers(count: int, folder: Path) -> list[int]:
     """The layers of a model with `count` layers that published heads read, by EAGLE's code, SpecForge and AngelSlim."""
     if count < 3:
         raise ConvertError(
-            f"{folder} has {count} layers that can be found by name, but an EAGLE-3 draft reads three; export it again "
-            "with optimum-cli, or use --kind pruned",
+            f"{folder}: number of layers that can be found by name: {count}, but an EAGLE-3 draft reads three; export "
+            "the model again with optimum-cli, or use --kind pruned",
             2,
         )
     return [1, count // 2 - 1, count - 4] if count >= 10 else [0, count // 2, count - 1]

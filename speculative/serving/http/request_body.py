@@ -6,6 +6,7 @@ commas are therefore counted before parsing.
 
 import json
 import re
+import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -41,7 +42,7 @@ def parse(body: bytes, tokens: int) -> Any:
     if not is_within_limits(body, max_values(tokens)):
         raise invalid_body(f"may have {MAX_OBJECTS} objects and lists and {max_values(tokens)} values here")
     try:
-        data = json.loads(body.decode("utf-8"), parse_constant=reject_constant)
+        data = json.loads(body.decode("utf-8-sig"), parse_constant=reject_constant)
         if ESCAPED_SURROGATE.search(body):
             json.dumps(data, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -51,8 +52,10 @@ def parse(body: bytes, tokens: int) -> Any:
         raise invalid_body("is not UTF-8") from None
     except RecursionError:
         raise invalid_body("is nested too deeply") from None
-    except ValueError as error:
+    except json.JSONDecodeError as error:
         raise invalid_body(f"is not JSON: {error}") from None
+    except ValueError:  # of int()
+        raise invalid_body(f"has an integer of more than {sys.get_int_max_str_digits():,} digits") from None
     return data
 
 
@@ -76,7 +79,7 @@ def counts_within_limits(punctuation: bytes, values: int) -> bool:
 
 
 def reject_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a number")
+    raise invalid_body(f"is not JSON: {name} is not a number")
 
 
 def invalid_body(what: str) -> ApiError:
