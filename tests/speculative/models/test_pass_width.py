@@ -55,6 +55,28 @@ def test_plain_passes_are_padded_to_the_fastest_size():
     assert [PassWidth(np.ones(18), 0.5, pads=False, plain_size=3).width_for(n) for n in (1, 2)] == [1, 2]
 
 
+def test_size_is_changed_once_the_advantages_of_another_exceed_two_changes():
+    width, worth = PassWidth(SECONDS, 1.0), np.array([0.5, 1.0, 2.8, *[0.5] * 14])  # of passes over 1 to 17 tokens
+    width.width_for(2)
+    assert [width.plan(worth, 1.0) for _ in range(2)] == [2, 3]  # worth 1.8 more each time
+    assert width.width_for(2) == 3
+    assert width.plan(np.array([3.0, *[0.0] * 16]), 1.0) == 1  # earlier advantages of 3 no longer count
+    assert PassWidth(SECONDS, 1.0, pads=False, plain_size=3).plan(worth, 9.0) == 1
+
+
+def test_first_pass_after_a_prompt_and_changed_sizes_are_marked():
+    width, marks = PassWidth(SECONDS, 0.0), []
+    for n in (1, 1, 2, 20, 2):  # 20 are a prompt's
+        width.width_for(n)
+        marks.append((width.is_first, width.is_changed))
+    assert marks == [(True, True), (False, False), (False, True), (False, True), (True, True)]
+
+
+def test_time_spent_on_padding_is_counted_from_the_last_change():
+    width = PassWidth(SECONDS, 4.0)
+    assert [width.width_for(n) for n in (3, 1, 1, 3, 1, 1)] == [3, 3, 1, 3, 3, 1]
+
+
 @pytest.mark.parametrize(
     ("seconds", "fastest"),
     [
