@@ -81,7 +81,7 @@ class SamplingParams:
         _check_extensions(seed, logit_bias or {}, prompt_logprobs)
         structure = config.structured_output_config
         eos = default_stop_token_ids if config.eos_token_id < 0 else {config.eos_token_id}
-        all_stop_token_ids = frozenset({token for token in config.stop_token_ids if token >= 0} | eos)
+        all_stop_token_ids = frozenset(config.stop_token_ids) | eos
         return cls(
             max_new_tokens=max_new_tokens,
             min_new_tokens=config.min_new_tokens,
@@ -98,7 +98,7 @@ class SamplingParams:
             presence_penalty=config.presence_penalty,
             frequency_penalty=config.frequency_penalty,
             subtract_penalties=subtract_penalties,
-            num_assistant_tokens=config.num_assistant_tokens,
+            num_assistant_tokens=config.num_assistant_tokens or 0,
             assistant_confidence_threshold=config.assistant_confidence_threshold,
             tree_depth=config.tree_depth,
             seed=config.rng_seed or None if seed is None else seed,

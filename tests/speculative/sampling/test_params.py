@@ -26,7 +26,7 @@ def test_empty_config_is_greedy_and_unlimited():
     assert (params.temperature, params.top_p, params.min_p) == (1, 1, 0)
     assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1, 0, 0)
     assert not params.subtract_penalties and not params.include_stop_str_in_output
-    assert not params.num_assistant_tokens and not params.assistant_confidence_threshold
+    assert params.num_assistant_tokens == params.assistant_confidence_threshold == params.tree_depth == 0
 
 
 def test_options_keep_their_names_and_values():
@@ -90,6 +90,7 @@ def test_tokenizer_without_eos_id_has_no_stop_token(tmp_path):
         (dict(max_new_tokens=5), 9, 10, 1),
         (dict(max_new_tokens=5), 9, None, 5),
         (dict(max_length=7), 4, 10, 3),
+        (dict(max_length=5), 4, 10, 1),
         (dict(max_length=12), 4, 10, 6),
         (dict(max_length=12), 4, None, 8),
         (dict(max_length=4, max_new_tokens=2), 3, 10, 2),
@@ -201,6 +202,7 @@ def test_unsupported_option_is_rejected_by_name(config):
         (dict(assistant_confidence_threshold=1.5), "is 1.5, but must be from 0 to 1"),
         (dict(stop_token_ids={-3, 5}), "stop_token_ids has -3"),
         (dict(tree_depth=3, num_assistant_tokens=2), "tree_depth is 3, but must be at most num_assistant_tokens"),
+        (dict(tree_depth=1), "tree_depth is 1, but must be at most num_assistant_tokens, all tokens of the tree: 0"),
     ],
     ids=str,
 )
