@@ -217,6 +217,13 @@ def test_logits_without_a_maximum_have_no_logprobs():
     assert one.logprob == -np.inf and one.rank == 2 and one.top_ids.tolist() == [0, 1]
 
 
+def test_equal_logits_are_in_the_order_of_token_ids():
+    logits = np.tile(np.array([2, 1], np.float32), 50)
+    order = [*range(0, 100, 2), *range(1, 100, 2)]
+    for top in (60, 100):
+        assert token_logprobs(logits, 0, top).top_ids.tolist() == order[:top]
+
+
 # ---- logit bias -----------------------------------------------------------------------------------------------------
 
 
