@@ -1,6 +1,8 @@
-"""Texts that a tokenizer would cut."""
+"""Prompts of every kind, and texts that a tokenizer would cut."""
 
+import openvino_genai
 import pytest
+from openvino_genai import ChatHistory, GenerationConfig
 
 from speculative.sequence.prompt import TextTooLong, encode, encode_text
 from tests.support.cutting_tokenizer import cutting_tokenizer
@@ -26,3 +28,19 @@ def test_shorter_texts_are_encoded_completely(tokenizer):
     text = "a = b\n" * 10
     assert tokenizer.decode(encode_text(text, tokenizer).tolist()) == text
     assert encode_text("", tokenizer).tolist() == []
+
+
+def test_text_and_chat_are_encoded_as_the_template_writes_them():
+    """With the beginning of the answer."""
+    tokenizer = openvino_genai.Tokenizer(str(DRAFT))
+    tokenizer.set_chat_template(
+        "{% for message in messages %}[{{ message['content'] }}]{% endfor %}{{ 'x =' if add_generation_prompt }}"
+    )
+    chat = [{"role": "user", "content": "a"}]
+    for prompt in ("a", chat, ChatHistory(chat)):
+        assert tokenizer.decode(encode(prompt, tokenizer).tolist()) == "[a]x ="
+    assert tokenizer.decode(encode("a", tokenizer, GenerationConfig(apply_chat_template=False)).tolist()) == "a"
+
+
+def test_list_of_token_ids_is_a_prompt():
+    assert encode([5, 0, 7], None).tolist() == [5, 0, 7]
