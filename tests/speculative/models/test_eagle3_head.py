@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+import openvino
 import pytest
 from openvino_genai import GenerationConfig
 
@@ -19,7 +20,7 @@ from speculative.drafting.batch_policy import BatchDraftLength
 from speculative.drafting.latency_curve import LatencyCurve
 from speculative.drafting.policy import FixedDraftLength
 from speculative.drafting.proposers import DraftModelProposer
-from speculative.modelgen import llama_ir
+from speculative.modelgen import eagle3_ir, llama_ir
 from speculative.models import cached_model, eagle3_graph, eagle3_head
 from speculative.models.batch_model import BatchModel
 from speculative.models.cached_model import CachedModel
@@ -240,6 +241,7 @@ def test_load_recognises_a_head(folders, tmp_path, monkeypatch):
         ({"architectures": ["Eagle3LlamaForCausalLM"]}, True),
         ({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "draft_vocab_size": 32000}, True),
         ({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}, False),
+        ({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "draft_vocab_size": 32000}, False),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert is_head(tmp_path) == expected
@@ -291,10 +293,12 @@ def test_genai_default_layers_are_used(tmp_path, head):
     [
         (lambda head: {"targets": np.arange(len(KNOWN))}, "d2t of zeros, for 6 of 8 tokens"),
         (lambda head: {"targets": KNOWN[[0, 1, 1, 2, 3, 4]]}, "not distinct"),
+        (lambda head: {"targets": KNOWN - 1}, "negative or"),
         (lambda head: {"targets": KNOWN + 3}, "token ids up to 9, but the main model has 8"),
+        (lambda head: {"targets": KNOWN + 2}, "token ids up to 8, but the main model has 8"),
         (lambda head: {"fc": llama_ir.in_int8(np.random.normal(size=(HIDDEN, 90)))}, "size 30 from each layer"),
     ],
-    ids=["no d2t", "damaged d2t", "d2t beyond the vocabulary", "hidden size"],
+    ids=["no d2t", "damaged d2t", "negative d2t", "d2t beyond the vocabulary", "d2t one too far", "hidden size"],
 )
 def test_mismatched_head_is_rejected(damage, message, head, tmp_path):
     folder = save_head(tmp_path / "head", replace(head, **damage(head)))
@@ -302,9 +306,33 @@ def test_mismatched_head_is_rejected(damage, message, head, tmp_path):
         HeadGraph(folder).attach(llama_ir.build(MAIN))
 
 
+def test_head_with_embeddings_of_another_size_is_rejected(head, tmp_path):
+    random, size = np.random.default_rng(0), 2 * HIDDEN
+    embedding = llama_ir.weights(llama_ir.in_int8(random.normal(size=(VOCABULARY, size))), "embed_tokens")
+    projections = {name: llama_ir.in_int8(random.normal(size=(HIDDEN, size + HIDDEN))) for name in "qkv"}
+    other = replace(head, **projections, input_norm=np.ones(size, np.float32))
+    openvino.save_model(eagle3_ir.build(other, embedding.output(0)), tmp_path / "openvino_model.xml")
+    with pytest.raises(ValueError, match=f"embeddings of size {size}, but the main model's have size {HIDDEN}"):
+        HeadGraph(tmp_path).attach(llama_ir.build(MAIN))
+
+
+def test_head_may_draft_all_tokens(head, tmp_path):
+    """Then its table d2t holds nothing but zeros."""
+    lm_head = llama_ir.in_int8(np.random.default_rng(0).normal(size=(VOCABULARY, HIDDEN)))
+    every = np.arange(VOCABULARY)
+    folder = save_head(tmp_path / "head", replace(head, targets=every, lm_head=lm_head))
+    assert HeadGraph(folder).targets.tolist() == every.tolist()
+
+
 def test_model_that_is_no_head_is_rejected(folders):
     with pytest.raises(ValueError, match="has no table d2t"):
         HeadGraph(folders[0])
+    renamed, without_input = HeadGraph(folders[1]), HeadGraph(folders[1])
+    without_taps(renamed.model, "midlayer")
+    without_input.model.input("hidden_states").set_names({"states"})
+    for graph, words in ((renamed, "has no layer of an EAGLE-3 head"), (without_input, "has no input for the main")):
+        with pytest.raises(ValueError, match=words):
+            graph.attach(llama_ir.build(MAIN))
 
 
 def test_head_requires_paged_attention(folders):
