@@ -18,6 +18,7 @@ from openvino_genai import GenerationConfig
 from speculative import batch_decoder
 from speculative.batch_decoder import BatchDecoder
 from speculative.decoder import Decoder
+from speculative.drafting.acceptance import AcceptanceEstimate
 from speculative.drafting.batch_policy import BatchDraftLength
 from speculative.drafting.latency_curve import LatencyCurve
 from speculative.drafting.policy import FixedDraftLength
@@ -37,12 +38,14 @@ from speculative.sampling.rejection_sampling import Acceptance, draw
 from speculative.sequence import sequence
 from tests.support import pooled_draws
 from tests.support.changed_tokenizer import cleaning_up, only
+from tests.support.declined import declined_matches
 from tests.support.letters import shared_letters
 from tests.support.noisy_draft import save_noisy_draft
 from tests.support.paths import DRAFT, MAIN, ROOT
 from tests.support.pooled_draws import distance, pooled, times_found
 from tests.support.steps import finish
 from tests.support.tiny_llama import VOCABULARY, save_tiny_llama, tiny_llama
+from tests.support.untimed import Untimed
 
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}
 TINY = {**EXACT, "INFERENCE_NUM_THREADS": "1", "ENABLE_CPU_PINNING": "NO"}
@@ -783,6 +786,23 @@ def test_samples_show_planted_bugs(bug, tiny, cells, monkeypatch):
 def test_batched_requests_show_planted_bugs(bug, tiny, one_at_a_time, monkeypatch):
     bug(monkeypatch)
     assert share_that_differs(tiny, one_at_a_time) > 0.1
+
+
+def test_policy_learns_whether_a_declined_match_was_correct(make, monkeypatch):
+    """Unless a draft token before it was rejected."""
+    seen, observe = [], AcceptanceEstimate.observe_declined
+
+    def recorded(self, was_correct):
+        seen.append(bool(was_correct))
+        observe(self, was_correct)
+
+    monkeypatch.setattr(AcceptanceEstimate, "observe_declined", recorded)
+    decoder = make("lookup")
+    decoder.draft_length = Untimed(LatencyCurve({1: 1.0, 17: 3.0}), LatencyCurve({1: 0.1}), LatencyCurve({1: 0.1}))
+    decoder.add_request(PROMPTS[0], greedy(100))
+    steps = [output.step for output in finish(decoder)]
+    assert seen == declined_matches(decoder.encode(PROMPTS[0]), steps, decoder.main.vocab_size)
+    assert {*seen} == {True, False} and any(step.accepted < step.proposed for step in steps)
 
 
 def test_forward_passes_have_few_sizes():

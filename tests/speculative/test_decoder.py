@@ -22,12 +22,14 @@ from speculative.bench import genai
 from speculative.decoder import Decoder
 from speculative.drafting import cost_model
 from speculative.drafting.combined import CombinedDraftLength, CombinedProposer
+from speculative.drafting.lookup_policy import LookupDraftLength
 from speculative.drafting.policy import AdaptiveDraftLength, ConfidenceDraftLength, Costs, FixedDraftLength
 from speculative.drafting.proposers import DraftModelProposer
 from speculative.drafting.suffix import SuffixProposer
 from speculative.models import cached_model
 from speculative.models.spec import ModelSpec
 from tests.support.changed_tokenizer import cleaning_up, only
+from tests.support.declined import declined_matches
 from tests.support.noisy_draft import save_noisy_draft
 from tests.support.paths import CORES, DRAFT, MAIN, ROOT
 
@@ -221,6 +223,22 @@ def test_token_after_a_leaf_says_nothing_about_matches(models, make, monkeypatch
     steps = [*decoder.stream(PROMPTS[0], greedy(300, do_sample=True, temperature=0.7), seed=1)]
     assert any(step.ends_in_leaf for step in steps)
     assert seen == [len(step.tokens) - step.ends_in_leaf for step in steps]
+
+
+def test_policy_learns_whether_a_declined_match_was_correct(models, make, monkeypatch):
+    """Unless a draft token before it was rejected."""
+    seen, observe = [], LookupDraftLength.observe_declined
+
+    def recorded(self, was_correct):
+        seen.append(was_correct)
+        observe(self, was_correct)
+
+    monkeypatch.setattr(LookupDraftLength, "observe_declined", recorded)
+    monkeypatch.setattr(models[0], "pass_width", None)
+    decoder = make(LookupDraftLength(Costs(draft=0.1, main={1: 1.0, 17: 3.0})), source="lookup")
+    steps = [*decoder.stream(PROMPTS[0], greedy(100), seed=1)]
+    assert seen == declined_matches(decoder.encode(PROMPTS[0]), steps, models[0].vocab_size)
+    assert {*seen} == {True, False} and sum(step.accepted < step.proposed for step in steps) > 5
 
 
 def test_passes_with_prompt_logprobs_do_not_depend_on_earlier_calls(models, make, monkeypatch):
