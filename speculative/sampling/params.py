@@ -46,10 +46,10 @@ class SamplingParams:
     assistant_confidence_threshold: float  # 0 if unset
     tree_depth: int  # of a draft tree of num_assistant_tokens tokens: a chain of this length, and leaves; 0: no tree
     seed: int | None  # None: not reproducible
-    grammar: Grammar | None = None  # that the text must follow
-    logprobs: int = 0  # most probable tokens of each place whose log-probabilities are wanted; 0: none are computed
-    prompt_logprobs: int = 0  # likewise, of the prompt
-    logit_bias: tuple[tuple[int, float], ...] = ()  # added to the logits of tokens, by token id
+    grammar: Grammar | None  # that the text must follow
+    logprobs: int  # most probable tokens of each place whose log-probabilities are wanted; 0: none are computed
+    prompt_logprobs: int  # likewise, of the prompt
+    logit_bias: tuple[tuple[int, float], ...]  # added to the logits of tokens, by token id
 
     @classmethod
     def resolve(
