@@ -44,3 +44,9 @@ def test_text_and_chat_are_encoded_as_the_template_writes_them():
 
 def test_list_of_token_ids_is_a_prompt():
     assert encode([5, 0, 7], None).tolist() == [5, 0, 7]
+
+
+@pytest.mark.parametrize("prompt", [5, [[1, 2]], [[1], [2, 3]], [1.5], ["a"]], ids=str)
+def test_anything_but_text_chat_and_flat_token_ids_is_rejected(prompt):
+    with pytest.raises(ValueError, match="a prompt is text, a chat history or a flat list of token ids, not "):
+        encode(prompt, None)
