@@ -76,13 +76,12 @@ class LeafEstimate:
     def best(self, acceptance: list[float], count: int) -> list[Leaf]:
         """The `count` leaves that are most likely accepted, beside draft tokens that are accepted with the probability
         `acceptance` if those before them are."""
-        positions = min(len(self._drafted), len(acceptance), MAX_POSITIONS)
-        if not positions or count <= 0:
+        if count <= 0:
             return []
         probabilities, reached = self.probabilities(), 1.0  # by the main model's choices
         leaves: list[tuple[float, Leaf]] = []
-        for position, accepted in enumerate(acceptance[:positions]):
-            alternatives = self._drafted[position][1]
+        beside = zip(self._drafted, acceptance[:MAX_POSITIONS], strict=False)
+        for position, ((_, alternatives), accepted) in enumerate(beside):
             rejected_here = reached * (1 - accepted)
             leaves += [
                 (rejected_here * of_rank, Leaf(position, token))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from speculative.drafting.combined import CombinedDraftLength
 from speculative.drafting.policy import LONGEST, AdaptiveDraftLength, Costs
 from speculative.drafting.suffix import CONFIDENCES
-from speculative.drafting.tree import RANKS, LeafEstimate, top_tokens
+from speculative.drafting.tree import MAX_POSITIONS, RANKS, LeafEstimate, top_tokens
 from speculative.sampling.proposal import Leaf, Proposal
 from speculative.sampling.rejection_sampling import OneHot
 
@@ -44,7 +44,8 @@ def test_top_tokens_are_found_in_many_blocks():
     """The logits differ, and so do the maxima of the blocks."""
     for seed in range(50):
         random = np.random.default_rng(seed)
-        logits, count = random.normal(size=5000).astype(np.float32), int(random.integers(1, 20))
+        logits = random.normal(size=random.integers(100, 5000)).astype(np.float32)
+        count = int(random.integers(1, 20))
         best, *others = np.argsort(-logits).tolist()
         assert top_tokens(logits, count, best) == others[:count]
 
@@ -53,8 +54,9 @@ def test_top_tokens_are_found_in_many_blocks():
 def test_gains_are_those_of_the_best_leaves(acceptance):
     estimate = LeafEstimate()
     gains, h = estimate.gains(acceptance, LONGEST), estimate.probabilities()
-    for k, m in itertools.product((1, 2, 5), (0, 1, 4, 9)):
-        each = sorted((acceptance**i * (1 - acceptance) * p for i in range(k) for p in h), reverse=True)
+    for k, m in itertools.product((1, 2, 5, MAX_POSITIONS + 4), (0, 1, 4, 9, LONGEST)):
+        positions = range(min(k, MAX_POSITIONS))
+        each = sorted((acceptance**i * (1 - acceptance) * p for i in positions for p in h), reverse=True)
         assert gains[k][m] == pytest.approx(sum(each[:m]))
     assert not any(gains[0]) and (np.diff(gains, axis=1) >= 0).all()
 
@@ -67,7 +69,7 @@ def test_rank_of_the_main_models_token_is_learned():
         for token in (1, 2):
             estimate.draft(proposal(token, [*range(10, 10 + RANKS)]))
         estimate.observe([1, 13, 12])  # the second one is rejected, for its fourth alternative
-    assert np.argmax(estimate.probabilities()) == 3 and estimate.probabilities()[3] > 0.9
+    assert np.argmax(estimate.probabilities()) == 3 and 0.9 < estimate.probabilities()[3] < 1
     assert estimate.best([0.5, 0.9], 2) == [Leaf(0, 13), Leaf(1, 13)]
     assert estimate.best([0.5], 1) == [Leaf(0, 13)] and not estimate.best([0.5], 0)
 
@@ -77,7 +79,14 @@ def test_leaf_counts_only_if_its_position_is_reached():
     for token in (1, 2):
         estimate.draft(proposal(token, [10 + token]))
     assert estimate.best([0.2, 0.1], 1) == [Leaf(0, 11)]  # the second token is reached with a probability of 0.2
-    assert estimate.best([0.9, 0.1], 1) == [Leaf(1, 12)]
+    assert estimate.best([0.9, 0.1], 1) == estimate.best([0.7, 0.4], 1) == [Leaf(1, 12)]
+
+
+def test_draft_longer_than_planned_has_no_leaves():
+    estimate = LeafEstimate()
+    for token in (1, 2):
+        estimate.draft(proposal(token, [10 + token]))
+    assert estimate.best([0.5, 0.5], -1) == []
 
 
 def test_positions_without_alternatives_have_no_leaves():
