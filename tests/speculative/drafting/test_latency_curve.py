@@ -11,9 +11,34 @@ def test_costs_of_unmeasured_sizes_are_interpolated_linearly():
     assert costs(0) == 0 and costs(3) == pytest.approx(12) and costs(100) == pytest.approx(109)
     assert costs.max_tokens(20.0, other_tokens=1, most=512) == 10
     assert costs.max_tokens(20.0, other_tokens=1, most=8) == 8 and costs.max_tokens(5.0, other_tokens=1, most=512) == 0
+    assert LatencyCurve({1: 10.0, 2: 11.0})(100) == pytest.approx(109)
+
+
+@pytest.mark.parametrize("unit", [1.0, 0.001])
+def test_cost_approaches_a_repeated_time(unit):
+    costs = LatencyCurve({1: 10.0 * unit, 2: 11.0 * unit, 4: 13.0 * unit})
     for _ in range(100):
-        costs.update(2, 22.0)
-    assert costs(2) == pytest.approx(22, rel=0.05)
+        costs.update(2, 22.0 * unit)
+    assert costs(2) == pytest.approx(22 * unit, rel=0.05)
+
+
+def test_times_as_expected_change_no_cost():
+    costs = LatencyCurve({1: 10.0, 2: 11.0, 100: 80.0})
+    before = costs.between(0, 200)
+    for _ in range(200):
+        costs.update(2, 11.0)
+    assert costs.between(0, 200) == pytest.approx(before)
+
+
+@pytest.mark.parametrize(("factor", "fades"), [(1.9, True), (0.6, False)])
+def test_slowdown_of_one_size_fades_while_others_do_not_show_it(factor, fades):
+    costs = LatencyCurve({1: 10.0, 2: 11.0, 512: 400.0})
+    for _ in range(50):
+        costs.update(512, factor * 400)
+    learned = costs(512)
+    for _ in range(300):
+        costs.update(2, costs(2))
+    assert costs(512) < 0.9 * learned if fades else costs(512) == learned
 
 
 def test_ranges_of_sizes_are_interpolated_as_single_ones_and_by_numpy():
