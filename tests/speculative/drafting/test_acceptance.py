@@ -41,6 +41,13 @@ def test_rejections_are_proportional_to_doubt_at_confidences_not_seen_yet(reject
     assert acceptance == pytest.approx([1 - rejected * 0.9375, 1 - rejected * 0.0625], abs=0.1)
 
 
+def test_token_of_typical_confidence_has_the_prior_acceptance_at_first():
+    confidences = (np.arange(8) + 0.5) / 8
+    for prior in (0.5, 0.9):
+        acceptance = [survival(AcceptanceEstimate(prior), confidence) for confidence in confidences]
+        assert np.interp(1 - AcceptanceEstimate.TYPICAL_DOUBT, confidences, acceptance) == pytest.approx(prior)
+
+
 def test_tokens_after_a_rejected_one_are_not_counted():
     estimate, same = AcceptanceEstimate(), AcceptanceEstimate()
     for one, confidences in ((estimate, (0.9, 0.1, 0.5)), (same, (0.9, 0.1))):
