@@ -11,7 +11,7 @@ from speculative.bench import startup
 from speculative.bench.genai import Run
 from speculative.bench.harness import Method, interleave
 from speculative.bench.methods import genai_method
-from speculative.bench.ratios import engines, iterations, ratio, same_tokens, verdict
+from speculative.bench.ratios import engines, interval, iterations, ratio, same_tokens, verdict
 from speculative.models.spec import ModelSpec
 from speculative.pair.engines import GENAI, NATIVE
 from tests.speculative.models.test_huge_pages import HAS_COLLAPSE
@@ -64,6 +64,11 @@ def test_single_token_output_is_left_out_of_the_interval():
     assert 0 < low < 1 and 2 < high < math.inf and low * high == pytest.approx((4 / 3) ** 2)
     assert verdict([{**fact, "where": "alone"}], 2)[0].count("no difference shown")
     assert ratio("x", method([one, run_of(1)]), method([one, run_of(2)]))["interval"] is None
+
+
+def test_method_without_tokens_has_no_interval():
+    """Its answers are one token and the end of the text, which takes time."""
+    assert interval(np.array([[0, 0], [3, 4]]), np.ones((2, 2))) is None
 
 
 def test_interval_over_prompts_shows_variance_hidden_in_rounds():
