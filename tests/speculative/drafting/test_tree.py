@@ -183,6 +183,20 @@ def test_leaves_that_cost_more_than_they_gain_are_not_drafted():
     assert iterations(policy, leaf_share=0.1)[0] == []
 
 
+def test_tree_has_a_draft_token_beside_its_leaves():
+    policy = AdaptiveDraftLength(SLOPING)
+    policy.has_leaves = True
+    iterations(policy, 100, acceptance=0.9)  # long chains are worth most
+    assert policy._chains[0] == 1 and all(1 <= chain <= size for size, chain in enumerate(policy._chains, 1))
+
+
+def test_chain_longer_than_planned_has_no_leaves():
+    policy = AdaptiveDraftLength(FLAT)
+    policy.has_leaves = True
+    iterations(policy, 100)
+    assert policy._leaves_value(0, 2) > policy._leaves_value(policy._width + 1, 2) == 0
+
+
 def test_short_passes_have_no_leaves():
     short = AdaptiveDraftLength(dataclasses.replace(FLAT, main={n: 0.0039 * s for n, s in FLAT.main.items()}))
     short.has_leaves = True
