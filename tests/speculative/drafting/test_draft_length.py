@@ -216,6 +216,58 @@ def test_costs_are_interpolated_by_number_of_tokens():
     assert [len(costs.drafting()), len(costs.verify())] == [LONGEST + 1, LONGEST + 2]
 
 
+def test_plain_pass_costs_no_more_than_one_over_two_tokens_until_timed():
+    """It was measured under load, and is not repeated while drafting gains."""
+    rule = AdaptiveDraftLength(COSTS)
+    for _ in range(30):
+        rule.update(1, 1, 2.0, 30.0)
+    assert rule._plain_cost() == rule._verify.seconds[2] < 33
+    for _ in range(rule.MIN_PLAIN_SAMPLES):
+        rule.update(0, 0, 0.0, 43.0)
+    assert rule._plain_cost() == pytest.approx(43)
+
+
+def test_rate_to_beat_is_that_of_timed_plain_decoding():
+    rule = AdaptiveDraftLength(COSTS)
+    for _ in range(3):
+        rule.update(0, 0, 0.0, 0.8 * SECONDS[1])
+    assert rule._rate(0) == 1 / rule._plain_cost() > 1.1 / SECONDS[1]
+    for _ in range(20):
+        rule.update(LONGEST, 0, 32.0, SECONDS[-1])
+    assert rule._rate(1) == rule._rate(0)  # not the lower one of drafts that lose
+
+
+def test_rate_to_beat_by_further_tokens_is_the_recent_one():
+    rule = AdaptiveDraftLength(COSTS)
+    rule.reset(repeatable=True)
+    for accepted, leaf in ((4, False), (2, True)):
+        rule.update(4, accepted, 0.0, 0.0, leaf)
+    tokens, seconds = 5 * rule.DECAY + 4, (rule.DECAY + 1) * (COSTS.drafting()[4] + SECONDS[5])
+    assert rule._rate(1) == pytest.approx(tokens / seconds) and rule._rate(0) == 1 / SECONDS[1]
+
+
+@pytest.mark.parametrize(("accepted", "leaf"), [(1, False), (0, True)])
+def test_saved_time_is_added_to_the_budget(accepted, leaf):
+    rule = AdaptiveDraftLength(COSTS)
+    rule.reset(repeatable=True)
+    rule.update(1, accepted, 0.0, 0.0, leaf)
+    taken = (COSTS.draft + SECONDS[2]) / SECONDS[1]  # for two tokens, in plain passes
+    assert rule._budget.remaining(SECONDS[1]) == pytest.approx(DraftBudget.START + 2 - taken * (1 - DraftBudget.SHARE))
+
+
+def test_change_of_size_after_a_prompt_is_not_charged():
+    """Plain decoding has it, too."""
+    rule, seconds = AdaptiveDraftLength(HEAD), []
+    rule.reset(repeatable=True)
+    rule.pass_width = HEAD.pass_width()
+    for drafted in (4, 4, 16, 16):
+        rule.pass_width.width_for(drafted + 1)
+        rule.update(drafted, 0, 0.0, 0.0)
+        seconds.append(rule._all_seconds)
+    five, seventeen = HEAD.drafting()[[4, 16]] + HEAD.verify()[[5, 17]]
+    assert np.diff([0.0, *seconds]) == pytest.approx([five, five, seventeen + HEAD.main_change, seventeen])
+
+
 @pytest.mark.parametrize("drafted", [0, 3, LONGEST])
 def test_measured_time_changes_the_cost_of_its_size_most(drafted):
     rule = AdaptiveDraftLength(COSTS)
