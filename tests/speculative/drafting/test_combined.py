@@ -6,7 +6,8 @@ import pytest
 from speculative.decoder import Decoder
 from speculative.drafting.acceptance import AcceptanceEstimate
 from speculative.drafting.batch_policy import BatchDraftLength
-from speculative.drafting.combined import CombinedDraftLength, CombinedEstimate, CombinedProposer
+from speculative.drafting.budget import DraftBudget
+from speculative.drafting.combined import TRUSTED, CombinedDraftLength, CombinedEstimate, CombinedProposer
 from speculative.drafting.latency_curve import LatencyCurve
 from speculative.drafting.lookup_policy import LookupDraftLength
 from speculative.drafting.match_estimate import MatchEstimate
@@ -203,6 +204,35 @@ def test_copying_continues_if_the_draft_model_cannot_draft():
     assert policy.copies_next(copy_of(1, 0.74)) is False
     assert policy.copies_next(copy_of(1, 0.74), can_use_model=False) is True
     assert policy.copies_next(None, can_use_model=False) is None
+
+
+def test_pass_is_planned_by_copies_if_the_draft_model_cannot_draft():
+    policy = CombinedDraftLength(COSTS)
+    policy.begin()
+    assert policy.copies_next(copy_of(1), can_use_model=False) is True
+
+
+def test_copies_omitted_in_one_iteration_are_not_charged_to_the_next():
+    policy, left = CombinedDraftLength(COSTS), []
+    for budget, match in ((-1.0, copy_of(1, 0.97)), (5.0, None)):
+        policy._budget = DraftBudget(budget)
+        policy.begin()
+        assert policy.copies_next(match, can_use_model=False) is None
+        policy.observe([2])
+        policy.update(0, 0, 0.0, 10.0)
+        left.append(policy._budget.remaining(10.0) - budget)
+    assert left[0] < -0.1 < 0 < left[1]
+
+
+def test_proposer_copies_trusted_matches_only():
+    class Model:
+        def propose(self, *_):
+            return of_model(7)
+
+    both = CombinedProposer(SuffixProposer(vocab_size=100), Model())
+    repeated, new = np.tile(np.arange(10), 4), np.arange(20, 40)
+    assert both.propose(repeated, None, None).token == 0 and both.propose(new, None, None).token == 7
+    assert both.is_trusted(copy_of(1, TRUSTED)) and not both.is_trusted(copy_of(1, TRUSTED - 0.01))
 
 
 def test_two_token_match_is_copied_before_draft_model_is_measured():
