@@ -5,7 +5,8 @@ import re
 import numpy as np
 import pytest
 
-from speculative.drafting.batch_policy import MAX_PADDED, BatchDraftLength
+from speculative.drafting.batch_policy import MAX_PADDED, BatchDraftLength, Comparison
+from speculative.drafting.budget import DraftBudget
 from speculative.drafting.latency_curve import KNOTS, LatencyCurve
 from speculative.drafting.policy import LONGEST, AdaptiveDraftLength, Costs
 from speculative.models.paged_model import rounded_up
@@ -317,6 +318,37 @@ def test_budget_recovers_beside_requests_with_their_own_policy():
     assert comparison.remaining > 0
 
 
+def test_time_of_plain_decoding_is_learned():
+    comparison, learned = Comparison(), []
+    for seconds in [2.6] * 50 + [2.0] * 50:
+        comparison.observe_plain(seconds, measured=2.0)
+        learned.append(comparison.plain_change)
+    assert [learned[0], learned[49], learned[99]] == pytest.approx([1.15, 1.3, 1.0], rel=0.01)
+
+
+def test_loss_of_a_draft_is_withdrawn_in_plain_iterations():
+    comparison = Comparison(plain_change=2.0)
+    comparison.observe_drafted(worth=1.0, taken=3.0)
+    assert comparison.remaining == pytest.approx(DraftBudget.START - 2 + 3 * DraftBudget.SHARE)
+
+
+@pytest.mark.parametrize(("tokens", "is_due"), [(1.4, True), (1.6, False)])
+def test_draft_is_compared_with_plain_decoding_unless_the_gain_is_clear(tokens, is_due):
+    comparison = Comparison()
+    for _ in range(300):
+        comparison.observe_drafted(worth=tokens, taken=1.0)
+    assert comparison.is_due == is_due
+
+
+def test_time_of_a_padded_pass_is_learned_for_its_size():
+    rule = BatchDraftLength(curve(large), curve(small), curve(small), 1000.0)
+    rule.begin([], 4)
+    assert [rule.pass_width.width_for(n) for n in (16, 16, 4)] == [16] * 3
+    for _ in range(2):  # the first time of a size is not learned
+        rule.update_main(4, 0, 4, 1.5 * large(16))
+    assert rule.main(16) / large(16) > 1.04 > rule.main(4) / large(4)
+
+
 def test_due_comparison_does_not_stop_drafts_beside_requests_with_their_own_policy():
     """Such iterations cannot be compared with plain decoding: the comparison waits until these requests have left."""
     rule = rule_of()
@@ -336,6 +368,6 @@ def test_probe_is_for_a_request_that_can_use_the_draft_model():
         estimate.begin()
         estimate.set_next(None, can_use_model=estimate is able)
     rule.begin([beyond, able], 2)
-    rule._plain = rule.PROBE_AFTER
-    assert rule._requests_to_draft([beyond, able], 2, 0) == [1]
+    rule._plain, able.copies = rule.PROBE_AFTER, True
+    assert rule._requests_to_draft([beyond, able], 2, 0) == [1] and not able.copies
     assert rule._requests_to_draft([beyond], 2, 0) == []
