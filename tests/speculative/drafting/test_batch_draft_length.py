@@ -338,6 +338,8 @@ def test_draft_is_compared_with_plain_decoding_unless_the_gain_is_clear(tokens, 
     for _ in range(300):
         comparison.observe_drafted(worth=tokens, taken=1.0)
     assert comparison.is_due == is_due
+    comparison.observe_plain(1.0, measured=1.0)
+    assert not comparison.is_due
 
 
 def test_time_of_a_padded_pass_is_learned_for_its_size():

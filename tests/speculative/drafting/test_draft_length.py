@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from openvino_genai import GenerationConfig
 
-from speculative.drafting.budget import DraftBudget
+from speculative.drafting.budget import ComparisonSchedule, DraftBudget, OmittedCopies
+from speculative.drafting.latency_curve import LatencyTable
 from speculative.drafting.policy import (
     LONGEST,
     AdaptiveDraftLength,
@@ -356,6 +357,37 @@ def test_recent_losses_are_revalued_by_the_plain_pass_time():
     for _ in range(3):
         budget.update(plain=1.0, seconds=4.0, tokens=3)
     assert budget.remaining(1.0) < 6 and budget.remaining(2.0) > 10
+
+
+def test_budget_is_low_if_half_of_it_is_lost():
+    budget = DraftBudget(8.0)
+    assert not budget.is_low(1.0)
+    for lost, is_low in ((3.0, False), (2.0, True)):
+        budget.update(plain=1.0, seconds=lost, tokens=0)
+        assert budget.is_low(1.0) == is_low
+
+
+def test_comparisons_with_plain_decoding_get_rarer():
+    schedule, gaps = ComparisonSchedule(), []
+    for _ in range(5):
+        gaps.append(0)
+        while not schedule.is_due and gaps[-1] < 1000:
+            schedule.observe_drafted()
+            gaps[-1] += 1
+        schedule.observe_plain()
+    assert gaps == [64, 128, 256, 512, 512]
+
+
+@pytest.mark.parametrize(("correct", "tokens"), [([False], 1), ([True, False], 2), ([True, True, True], 4)])
+def test_omitted_copies_are_accounted_as_if_they_were_made(correct, tokens):
+    omitted, budget, expected = OmittedCopies(), DraftBudget(-1.0), DraftBudget(-1.0)
+    verify = LatencyTable(10.0 + np.arange(10), change=4.0)
+    for copies, was_correct in zip((3, 5, 5), correct, strict=False):
+        assert budget.remaining(11.0) == -1
+        omitted.update(budget, copies, was_correct, 11.0, verify)
+    expected.update(11.0, 14.0 + 4.0 * OmittedCopies.CHANGE_SHARE, tokens)
+    omitted.update(budget, 0, False, 11.0, verify)  # nothing was omitted
+    assert budget.remaining(11.0) == expected.remaining(11.0)
 
 
 def test_repeatable_decisions_ignore_the_clock():
