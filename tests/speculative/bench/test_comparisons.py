@@ -42,6 +42,26 @@ def test_methods_alternate_in_changing_order():
     assert [len(one.rounds) for one in methods] == [5] * 3
 
 
+@pytest.mark.parametrize(("complete", "kept"), [(2, 1), (1, 0)])
+def test_complete_rounds_are_kept_on_ctrl_c(complete, kept):
+    """The first round is the warm-up."""
+    calls = []
+
+    def decode(ids):
+        calls.append(ids)
+        if len(calls) > 2 * complete:
+            raise KeyboardInterrupt
+        return run_of(1)
+
+    methods = [Method(name, NATIVE, 0, 0.0, decode) for name in "ab"]
+    if kept:
+        assert interleave(methods, [np.arange(3)], rounds=3) is False
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            interleave(methods, [np.arange(3)], rounds=3)
+    assert [len(one.rounds) for one in methods] == [len(one.outside) for one in methods] == [kept] * 2
+
+
 # ---- ratios ---------------------------------------------------------------------------------------------------------
 
 
