@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 import openvino as ov
 import openvino_genai
 
-from speculative.error_text import engine_lines
+from speculative.error_text import engine_lines, one_line
 from speculative.models import gguf_file, vocabulary
 from speculative.models.config import context_length, hidden_state_draft, sliding_window, text_config
 from speculative.models.eagle3_graph import is_head
@@ -225,6 +225,16 @@ def require_ir(folder: Path, *, standalone: bool = True) -> None:
             _require_part(folder, "detokenizer")
     for file in sorted(folder.glob("*config.json")):
         _read_json(file)
+    _require_generation_config(folder / "generation_config.json")
+
+
+def _require_generation_config(file: Path) -> None:
+    """Raise DamagedFolder if GenAI cannot load the file; without it, there are defaults."""
+    if file.is_file():
+        try:
+            openvino_genai.GenerationConfig(file)
+        except RuntimeError as error:
+            raise DamagedFolder(f"{file} has a wrong value ({one_line(error)}); correct it") from error
 
 
 def require_runnable(folder: Path, *, writes_text: bool) -> None:

@@ -271,6 +271,11 @@ def make_vision_model(folder):
         (lambda folder: (folder / "config.json").write_text("[]"), "config.json does not hold a JSON object"),
         (lambda folder: (folder / "config.json").write_text("{}", encoding="utf-16"), "/config.json cannot be read"),
         (lambda folder: (folder / "generation_config.json").write_text("{"), "generation_config.json cannot be read"),
+        (
+            lambda folder: (folder / "generation_config.json").write_text('{"eos_token_id": "x"}'),
+            "/generation_config.json has a wrong value ([json.exception.type_error.302] type must be number, but is "
+            "string); correct it",
+        ),
         (change_context("many"), "max_position_embeddings of config.json is 'many', but must be a whole number"),
         (make_vision_model, "vision-language"),
     ],
