@@ -187,11 +187,8 @@ def greedy_by_default(file: Path, serving: Serving) -> None:
 
     The server takes each parameter from the request, else from this file, else from GenAI, whose temperature is 1.
     """
-    try:
-        config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        config = {**config, "do_sample": False, "temperature": 0.0, **serving.drafting}
-    except (ValueError, TypeError) as error:
-        raise ConvertError(f"the main model's {file.name} is not a JSON object ({error}); export it again") from None
+    config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}  # the pair check has read it
+    config |= {"do_sample": False, "temperature": 0.0, **serving.drafting}
     if THRESHOLD in serving.drafting:
         config["logprobs"] = 1  # without it the engine's greedy draft has no confidence and drafts only one token
     file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8", newline="\n")
