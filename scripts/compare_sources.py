@@ -93,7 +93,7 @@ def parse_arguments() -> argparse.Namespace:
         help="seed of the first text of each prompt; others take the seeds after it (default: 0)",
     )  # fmt: skip
     parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the JSON of the last line to FILE")
-    parser.set_defaults(csv=None, html=None)
+    parser.set_defaults(csv=None, html=None, png=None)
     arguments = parser.parse_args()
     if (k := max(arguments.num_assistant_tokens)) > LONGEST:
         parser.error(f"-k is {k}, but the costs are those of at most {LONGEST} draft tokens")

@@ -330,6 +330,8 @@ def add_output_arguments(parser: argparse.ArgumentParser, with_plot: bool = Fals
     parser.add_argument("--html", type=output_file, metavar="FILE", help="write an HTML report with charts")
     if with_plot:
         add_plot_argument(parser)
+    else:
+        parser.set_defaults(png=None)
 
 
 def add_plot_argument(parser: argparse.ArgumentParser) -> None:
@@ -390,12 +392,12 @@ def _outputs(
     """The requested files, each with a function that gives its content."""
     if arguments.json:
         yield arguments.json, lambda: line + "\n"
-    if arguments.csv or arguments.html or getattr(arguments, "png", None):
+    if arguments.csv or arguments.html or arguments.png:
         from speculative.bench.reporting import page as report
 
         if arguments.csv:
             yield arguments.csv, lambda: _printable(report.csv_text(result))
         if arguments.html:
             yield arguments.html, lambda: _printable(report.html_text(result))
-        if getattr(arguments, "png", None):
+        if arguments.png:
             yield arguments.png, lambda: report.png(result)

@@ -38,7 +38,7 @@ def test_single_token_output_has_no_time_per_token():
 
 
 def test_arguments_not_in_utf_8_are_escaped(tmp_path, capsys):
-    arguments = argparse.Namespace(json=tmp_path / "out.json", csv=None, html=None)
+    arguments = argparse.Namespace(json=tmp_path / "out.json", csv=None, html=None, png=None)
     write_outputs(arguments, {"command": "caf\udce9"})
     written = (tmp_path / "out.json").read_text(encoding="utf-8")
     assert json.loads(written) == json.loads(capsys.readouterr().out) == {"command": "caf\udce9"}
@@ -52,7 +52,7 @@ import argparse, pathlib
 from speculative.bench.harness import write_outputs
 from speculative.cli.processes import prepare_output
 prepare_output()
-arguments = argparse.Namespace(json=pathlib.Path({str(tmp_path / "out.json")!r}), csv=None, html=None)
+arguments = argparse.Namespace(json=pathlib.Path({str(tmp_path / "out.json")!r}), csv=None, html=None, png=None)
 write_outputs(arguments, {{"a": 1}}, "table")
 """
     with Path("/dev/full").open("w") as full:
