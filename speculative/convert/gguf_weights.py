@@ -1,7 +1,8 @@
 """Corrects the IR that GenAI's reader makes of a GGUF file.
 
 - A group of weights in Q4_1 or Q4_K is `scale * q + minimum`. The reader writes `scale * (q - offset)` with an offset
-  of 4 bits, a whole number. Here it becomes a number in f16, which has the precision of the file's own minimum.
+  of 4 bits, a whole number. Here it becomes a number in f16, which has the precision of the file's own minimum. A group
+  of equal weights has no scale in the file, only a minimum, and would become 0. Here its scale is that value.
 - Weights in Q8_0 are signed. The reader writes them unsigned, with the offset 128. Here they become signed, which saves
   the CPU plugin the subtraction.
 - The tokenizer keeps a text's last 8192 tokens. Here it keeps them all.
@@ -26,6 +27,8 @@ FOUR_BITS = {*ROUNDED, "Q4_0"}
 IN_LAYER = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")  # as the reader goes
 INSTEAD = "give a weight format (int8 or fp16), for which the weights are decoded first"
 ROUNDING = 1e-3  # largest error of a weight, relative to the largest numbers of its group: twice that of f16
+STEP = 2**-24  # between the smallest numbers in f16
+ROWS = 1024  # of a matrix that are decoded at a time: memory stays bounded
 
 
 def import_gguf() -> ModuleType:
@@ -104,32 +107,46 @@ def _make_signed(model: ov.Model) -> None:
 
 def _restore_offsets(model: ov.Model, file: GgufFile) -> None:
     gguf = import_gguf()
-    decoded = {tensor.name: tensor for tensor in gguf.GGUFReader(file.path).tensors}
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file.path).tensors}
     matrices, names = _constants(model, ov.Type.u4), _names(file)
     if len(matrices) != len(names):
         raise ConvertError(f"GenAI's reader kept {len(matrices)} of {len(names)} matrices in 4 bits; {INSTEAD}")
     for name, packed in zip(names, matrices, strict=True):
         if file.tensors[name].type in ROUNDED:
             subtract = _reader(_reader(packed))
-            scales = _reader(subtract).input_value(1).get_node().data
-            weights = gguf.quants.dequantize(decoded[name].data, decoded[name].tensor_type)[_rows(name, file)]
-            offsets = _offsets(name, weights, packed.data, scales)
+            scales = _reader(subtract).input_value(1).get_node()
+            rows, parts = _rows(name, file), []
+            for some in (slice(start, start + ROWS) for start in range(0, len(rows), ROWS)):
+                weights = gguf.quants.dequantize(stored[name].data[rows[some]], stored[name].tensor_type)
+                bytes_of_rows = packed.data.reshape(len(rows), -1)[some]
+                parts.append(_corrected(name, weights, bytes_of_rows, scales.data[some]))
+            quantized, new_scales, offsets = map(np.concatenate, zip(*parts, strict=True))
+            in_4_bits = ov.Tensor(ov.Type.u4, packed.get_output_shape(0))
+            in_4_bits.data[:] = quantized.ravel()
+            packed.output(0).replace(opset13.constant(in_4_bits).output(0))
+            scales.output(0).replace(opset13.constant(new_scales).output(0))
             subtract.input(1).replace_source_output(opset13.constant(offsets).output(0))
 
 
-def _offsets(name: str, weights: np.ndarray, packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """The offset float16 [rows, groups, 1] of each group of weights float32 [rows, columns]."""
+def _corrected(
+    name: str, weights: np.ndarray, packed: np.ndarray, scales: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What gives weights float32 [rows, columns]: their quantized values uint8 [rows, columns / 2], two in a byte, and
+    the scale and offset float16 [rows, groups, 1] of each group, from quantized values and scales of GenAI's reader."""
     rows, groups, _ = scales.shape
-    low_high = np.stack([packed & 15, packed >> 4], axis=-1)
-    quantized = low_high.reshape(rows, groups, -1).astype(np.float32)
-    weights = weights.reshape(quantized.shape)
-    scales = scales.astype(np.float32)
-    steps = np.divide(weights, scales, out=np.zeros_like(weights), where=scales != 0)
+    weights, packed = weights.reshape(rows, groups, -1), packed.reshape(rows, groups, -1)
+    without_scale = scales == 0
+    packed = np.where(without_scale, 0, packed)
+    scales = np.where(without_scale, np.abs(weights[..., :1]), scales).astype(np.float16)
+
+    quantized = np.stack([packed & 15, packed >> 4], axis=-1).reshape(weights.shape).astype(np.float32)
+    exact = scales.astype(np.float32)
+    steps = np.divide(weights, exact, out=np.zeros_like(weights), where=exact != 0)
     offsets = (quantized - steps).mean(axis=-1, keepdims=True).astype(np.float16)
-    error = np.abs(scales * (quantized - offsets) - weights).max(axis=-1, keepdims=True)
-    if (error > ROUNDING * (np.abs(weights).max(axis=-1, keepdims=True) + 15 * np.abs(scales))).any():
+    error = np.abs(exact * (quantized - offsets) - weights).max(axis=-1, keepdims=True)
+    if (error > ROUNDING * (np.abs(weights).max(axis=-1, keepdims=True) + 15 * np.abs(exact)) + 15 * STEP).any():
         raise ConvertError(f"GenAI's reader did not keep the weights of {name}; {INSTEAD}")
-    return offsets
+    return packed.reshape(rows, -1), scales, offsets
 
 
 def _constants(model: ov.Model, element: ov.Type) -> list[ov.op.Constant]:

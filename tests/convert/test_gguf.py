@@ -168,6 +168,20 @@ def test_q4_k_keeps_offsets_of_the_file(tokenizer, tmp_path):
     assert np.abs(logits(tmp_path / "ir") - expected).max() < 4e-3 * np.abs(expected).max()
 
 
+def test_groups_of_equal_weights_keep_their_value(written, checkpoints, tmp_path):
+    """Their scale in the file is 0. Published files have such groups: Qwen2.5-Coder-1.5B in Q4_K_M has 16 of them."""
+    model = dequantized(checkpoints / "main", "Q4_1")
+    down = model.model.layers[0].mlp.down_proj.weight
+    with torch.no_grad():
+        down[:, :32] = 0.5
+        down[5, :32] = -0.25
+        down[9, :32] = 0
+    gguf_to_ir.convert(written("Q4_1", tensors={"blk.0.ffn_down.weight": down.detach().numpy()}), tmp_path / "ir", None)
+    with torch.no_grad():
+        expected = model(torch.from_numpy(IDS)).logits.numpy()
+    assert np.abs(logits(tmp_path / "ir") - expected).max() < 2e-3 * np.abs(expected).max()
+
+
 def test_offsets_from_another_file_are_rejected(written, checkpoints, tokenizer, tmp_path):
     gguf_to_ir.convert(written("Q4_1"), tmp_path / "ir", None)
     other = save_gguf(checkpoints / "draft", tokenizer, tmp_path / "other.gguf", "Q4_1")
