@@ -74,6 +74,10 @@ CALLS = [  # the format, a text, its content, its calls
         "",
         [("add", {"a": "?"})],
     ),
+    (HERMES, ' {"name": "add", "arguments": {"a": 1, "b": 2}}', "", [ADD]),  # Qwen2.5-Coder's
+    (HERMES, '```json\n{\n  "name": "add",\n  "arguments": {\n    "a": 1,\n    "b": 2\n  }\n}\n```', "", [ADD]),
+    (HERMES, '```\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n```\nDone.', "\nDone.", [ADD]),
+    (HERMES, f'{{"name": "add", "arguments": {{"a": 1, "b": 2}}}}\n{HERMES_PARIS}', "", [ADD, PARIS]),
     (LLAMA, '{"name": "add", "parameters": {"a": 1, "b": 2}}', "", [ADD]),
     (LLAMA, '<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": 2}}', "", [ADD]),
     (LLAMA, ' {"type": "function", "name": "add", "parameters": {"a": 1, "b": 2}}', "", [ADD]),
@@ -107,7 +111,10 @@ TEXTS = [  # with no call
     (HERMES, '<tool_call>{"name": "add", "arguments": [1]}</tool_call>'),
     (HERMES, '<tool_call>{"name": "add", "args": {"a": 1, "b": 2}}</tool_call>'),  # nothing is dropped
     (LLAMA, '{"name": "add", "age": 3}'),
-    (HERMES, '{"name": "add", "arguments": {}}'),
+    (HERMES, 'Call {"name": "add", "arguments": {}}'),
+    (HERMES, '{"name": "other", "arguments": {}}'),
+    (HERMES, '```json\n{"name": "add", "age": 3}\n```'),
+    (HERMES, "```python\nadd(1, 2)\n```"),
     (LLAMA, '{"name": "other", "parameters": {}}'),
     (LLAMA, '{"type": "function" "name": "add"}'),
     (LLAMA, '{"type": "function", "name": "add", 1: {}}'),
@@ -157,7 +164,7 @@ def test_parsing_does_not_depend_on_chunk_boundaries(case, data):
 
 PARTS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", '{"tool_calls": [', '{"name": "add", ',
          '"arguments": {', '"parameters": {', '"a": "\\"}', '"', "{", "}", "[", "]", ",", ";", " ", "\n", "a", "\\",
-         "<"]  # fmt: skip
+         "<", "```", "```json"]  # fmt: skip
 
 
 @RULES
@@ -179,6 +186,13 @@ def test_call_is_streamed_incrementally():
     assert (call.name, arguments) == ("add", Arguments(0, '{"a": '))
     assert parser.feed("1}}</tool_call> or <tool") == [Arguments(0, "1}"), Text(" or ")]
     assert parser.feed("box>") == [Text("<toolbox>")]
+
+
+def test_json_answer_is_streamed_where_only_calls_in_order_are_recognized():
+    parser = ToolParser(HERMES, NAMES)
+    assert parser.feed('{"name": "Tom", "a') == []  # may become "arguments"
+    assert parser.feed("ge") == [Text('{"name": "Tom", "age')]
+    assert parser.feed('": 3') == [Text('": 3')]
 
 
 TWO = '{{"name": "add", "{0}": {{"a": 1}}}}', '{{"name": "add", "{0}": {{"a": 2}}}}'

@@ -56,7 +56,9 @@ class ToolFormat(NamedTuple):
 
     marker: str = ""  # begins calls
     end: str = ""  # ends them
-    opening: tuple[str, ...] = ()  # begins calls at the beginning of a text, without marker; space may be between
+    openings: tuple[tuple[str, ...], ...] = ()  # begin calls at the beginning of a text, without marker; space may be
+    # between their parts
+    only_in_order: bool = False  # these are calls only if the name and then the arguments follow
     arguments: str = "arguments"  # the key of the arguments
     frame: tuple[str, str] = ("", "")  # around all calls that a grammar forces
     around: tuple[str, str] = ("", "")  # around each of them
@@ -65,12 +67,20 @@ class ToolFormat(NamedTuple):
     variable: str = "tools"  # of the chat template, with the tools
 
 
-HERMES = ToolFormat("<tool_call>", "</tool_call>", around=("<tool_call>\n", "\n</tool_call>"), separator="\n")
+FENCE = "```"
+HERMES = ToolFormat(
+    "<tool_call>",
+    "</tool_call>",
+    openings=(("{",), (FENCE, "{"), (f"{FENCE}json", "{")),  # as Qwen2.5-Coder writes most calls
+    only_in_order=True,  # other JSON is an answer
+    around=("<tool_call>\n", "\n</tool_call>"),
+    separator="\n",
+)
 SMOLLM3 = HERMES._replace(variable="xml_tools")
-LLAMA = ToolFormat("<|python_tag|>", opening=("{",), arguments="parameters")
-MISTRAL = ToolFormat("[TOOL_CALLS]", opening=("[", "{"), frame=("[", "]"), separator=", ", short_ids=True)
+LLAMA = ToolFormat("<|python_tag|>", openings=(("{",),), arguments="parameters")
+MISTRAL = ToolFormat("[TOOL_CALLS]", openings=(("[", "{"),), frame=("[", "]"), separator=", ", short_ids=True)
 # for templates without tool support
-GENERIC = ToolFormat(opening=("{", '"tool_calls"', ":", "["), frame=('{"tool_calls": [', "]}"), separator=", ")
+GENERIC = ToolFormat(openings=(("{", '"tool_calls"', ":", "["),), frame=('{"tool_calls": [', "]}"), separator=", ")
 
 
 def detect_tool_format(chat_template: str) -> ToolFormat | None:
@@ -123,6 +133,7 @@ class ToolParser:
         self._allow_multiple, self._forced = multiple, forced
         self._format = tool_format
         self._names = names
+        self._end, self._only_in_order = tool_format.end, False  # of the calls that are parsed
         self._rest = ""  # text that was fed but not yet passed on
         self._parse_state: Callable[[], Iterable[Event]] = self._begin  # parses `_rest`
         self._position = 0  # in `_rest`, from which `_parse_state` continues
@@ -156,13 +167,15 @@ class ToolParser:
         return not self.drops_calls
 
     def _begin(self) -> Iterable[Event]:
-        opening = self._format.opening
-        at = _match(self._rest, 0, opening) if opening else NO_MATCH
-        if at is None or not self._rest:
+        ends = {opening: _match(self._rest, 0, opening) for opening in self._format.openings}
+        found = next((opening for opening, end in ends.items() if end not in (None, NO_MATCH)), None)
+        if not self._rest or (found is None and None in ends.values()):
             return
         self._parse_state = self._text
-        if at != NO_MATCH:
-            self._position = at - (opening[-1] == "{")
+        if found is not None:
+            self._position = (ends[found] or 0) - (found[-1] == "{")
+            self._end = FENCE if found[0].startswith(FENCE) else ""
+            self._only_in_order = self._format.only_in_order
             self._parse_state = self._between
         yield from ()
 
@@ -171,6 +184,7 @@ class ToolParser:
         text = self._rest[:at] if at >= 0 else self._rest[: len(self._rest) - held_back(self._rest, marker)]
         is_space = self._only_space and not text.strip(SPACE)
         if at >= 0:
+            self._end, self._only_in_order = self._format.end, False
             self._rest, self._position, self._first_call, self._parse_state = (
                 self._rest[at:],
                 len(marker),
@@ -185,7 +199,7 @@ class ToolParser:
 
     def _between(self) -> Iterable[Event]:
         """Before a call, or after all of them."""
-        rest, end = self._rest, self._format.end
+        rest, end = self._rest, self._end
         while self._position < len(rest) and rest[self._position] in BETWEEN:
             self._position += 1
         candidate = rest[self._position : self._position + len(end)]
@@ -206,6 +220,8 @@ class ToolParser:
         if name in self._names:
             self._advance(at, self._arguments)
             yield self._new_call(name)
+        elif self._only_in_order:
+            yield from self._not_a_call()
         else:
             self._scan, self._scanned, self._parse_state = _Scan(), self._position, self._unordered_call
 
