@@ -512,6 +512,15 @@ def test_duplicate_prompts_count_once(main, tmp_path):
     )
 
 
+def test_answers_that_are_being_written_count_when_the_time_is_up(main, tmp_path):
+    """A large model completes few texts in the time it has; those that it is writing are kept."""
+    file, unfinished = TextFile(tmp_path / "texts.jsonl"), []
+    prompts = [Prompt(f"read {i}", "") for i in range(32)]
+    Writer(ModelSpec(main), 384, 384, prompts, file).write(lambda: 0.0, 10**6, unfinished.append)
+    assert file.is_enough and 0 < unfinished[-1] <= 32 * 384
+    assert max(len(text.answer) for text in file.texts) < 40
+
+
 def test_chat_template_parts_are_detected(main, tmp_path):
     random = np.random.default_rng(0)
     turn = opening(openvino_genai.Tokenizer(str(MAIN)), 4096, random)

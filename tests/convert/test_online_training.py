@@ -172,7 +172,9 @@ def test_texts_answer_given_prompts_and_beginnings_of_them(in_torch, prompts, tm
     main = save_tiny_main(tmp_path / "main", chat_template=turn)
     file = TextFile(tmp_path / "texts.jsonl")
     writer = device_writer.DeviceWriter(ModelSpec(main, "CPU", {}), in_torch, 96, prompts, file)
-    writer.write(lambda: 1.0, 12_000, lambda: None)
+    unfinished: list[int] = []
+    writer.write(lambda: 1.0, 12_000, unfinished.append)
+    assert 96 < max(unfinished) <= 96 * device_writer.CPU_SLOTS
     tokenizer = openvino_genai.Tokenizer(str(main))
     given = {f"def\n{prompt.text}\nreturn\n" for prompt in prompts}
     decoded = [(tokenizer.decode(text.prompt), text) for text in file.texts]
@@ -207,7 +209,7 @@ def test_texts_continue_first_words_without_a_chat_template(in_torch, prompts, t
     file = TextFile(tmp_path / "texts.jsonl")
     writer = device_writer.DeviceWriter(ModelSpec(main, "CPU", {}), in_torch, 96, prompts, file)
     assert tokenizer.encode(prompts[0].text).input_ids.data[0].tolist()[:1] != writer._opening.prefix
-    writer.write(lambda: 1.0, 6_000, lambda: None)
+    writer.write(lambda: 1.0, 6_000, lambda tokens: None)
     given = {prompt.text for prompt in prompts}
     written = {tokenizer.decode(text.prompt) for text in file.texts}
     assert sum(prompt.startswith("open the") and prompt not in given for prompt in written) > 3

@@ -61,8 +61,9 @@ class DeviceWriter:
         template = Template([*stop], turn_stop, self._opening.suffix, after_answer, longest_turn)
         self._slots = Slots(main, _slot_count(main, longest), longest, template)
 
-    def write(self, seconds_left: Callable[[], float], max_tokens: int, progress: Callable[[], None]) -> None:
-        """Write until the time is up or there are `max_tokens`, but at least a few texts. Calls `progress` often.
+    def write(self, seconds_left: Callable[[], float], max_tokens: int, progress: Callable[[int], None]) -> None:
+        """Write until the time is up or there are `max_tokens`, but at least a few texts. Calls `progress` often, with
+        the number of tokens in unfinished texts.
 
         Raises ConvertError if the model does not write different texts.
         """
@@ -77,7 +78,7 @@ class DeviceWriter:
                 for written in self._slots.run(self._begin):
                     self._keep(written)
                 rounds += 1
-                progress()
+                progress(self._slots.unfinished_tokens)
         finally:
             for written in self._slots.incomplete():  # an answer that was broken off is a text, too
                 self._keep(written)

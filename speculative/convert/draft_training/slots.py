@@ -75,6 +75,11 @@ class Slots:
         for _ in range(STEPS):
             self._graph.replay() if self._graph else self._step()
 
+    @property
+    def unfinished_tokens(self) -> int:
+        """The number of tokens in the texts that are being written."""
+        return int(self._position[~self._done].sum())
+
     def incomplete(self) -> Iterator[Written]:
         """The texts that are being written, which have an answer."""
         yield from self._written([*range(len(self._starts))])

@@ -21,7 +21,7 @@ from speculative.convert.draft_training.kind import Kind
 from speculative.convert.draft_training.main_model import MainModel
 from speculative.convert.draft_training.pruned import Pruned
 from speculative.convert.draft_training.state_file import StateFile
-from speculative.convert.draft_training.texts import MIN_TEXTS, TextFile
+from speculative.convert.draft_training.texts import MIN_HELD_OUT, MIN_TEXTS, TextFile
 from speculative.convert.draft_training.writer import Writer
 from speculative.convert.errors import ConvertError
 from speculative.convert.source import content_hash
@@ -150,9 +150,13 @@ class _Stages:
             bar = tqdm(total=round(self.clock.remaining("texts")), unit="s", desc="texts", mininterval=1)
             writer = self._writer()
 
-            def progress() -> None:
-                bar.n = bar.total - round(self.clock.remaining("texts"))
-                bar.set_postfix(texts=len(self.texts.texts), tokens=self.texts.token_count, refresh=False)
+            def progress(unfinished_tokens: int) -> None:
+                remaining = self.clock.remaining("texts")
+                bar.n = bar.total - round(remaining)
+                if not remaining:
+                    bar.set_description(f"texts, until there are {MIN_TEXTS} and {MIN_HELD_OUT} held-out ones")
+                tokens = self.texts.token_count + unfinished_tokens
+                bar.set_postfix(texts=len(self.texts.texts), tokens=tokens, refresh=False)
                 bar.update(0)
 
             try:

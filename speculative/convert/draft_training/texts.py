@@ -1,6 +1,7 @@
 """Texts that the main model wrote, as token ids, on disk. A part of them is held out from the training."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,7 +69,14 @@ class TextFile:
     @property
     def is_enough(self) -> bool:
         """Whether there are enough texts for any training."""
-        return self.has_held_out and len(self.texts) - self._held_out_count >= MIN_TEXTS
+        return self.is_enough_with([])
+
+    def is_enough_with(self, more: Sequence[Text]) -> bool:
+        """Whether there would be enough of them if `more` were added."""
+        held_out = {(*text.prompt, *text.answer): text.held_out for text in more}
+        new = [is_held_out for ids, is_held_out in held_out.items() if ids not in self._token_ids]
+        held_out_count = self._held_out_count + sum(new)
+        return held_out_count >= MIN_HELD_OUT and len(self.texts) + len(new) - held_out_count >= MIN_TEXTS
 
     @property
     def has_held_out(self) -> bool:

@@ -58,15 +58,18 @@ class Writer:
         self._held_out = held_out(self._prompts)
         self._prompt_order = self._shuffled_indices()
 
-    def write(self, seconds_left: Callable[[], float], max_tokens: int, progress: Callable[[], None]) -> None:
-        """Write until the time is up or there are `max_tokens`, but at least a few texts. Calls `progress` often.
+    def write(self, seconds_left: Callable[[], float], max_tokens: int, progress: Callable[[int], None]) -> None:
+        """Write until the time is up or there are `max_tokens`, but at least a few texts. Calls `progress` often, with
+        the number of tokens in unfinished texts.
 
         Raises ConvertError if the model does not write different texts.
         """
         running: list[Part] = []
         started = 0
         try:
-            while not self._file.is_enough or (seconds_left() > 0 and self._file.token_count < max_tokens):
+            while (seconds_left() > 0 and self._file.token_count < max_tokens) or not self._file.is_enough_with(
+                unfinished_texts(running)
+            ):
                 if started > MAX_ATTEMPTS and not self._file.is_enough:
                     mostly_too_long = 2 * self._too_long >= started - len(running)  # of those that ended
                     raise ConvertError(
@@ -78,11 +81,11 @@ class Writer:
                     started += 1
                 self._pipeline.step()
                 running = [part for part in map(self._advance, running) if part]
-                progress()
+                progress(sum(len(part.prompt) + len(part.tokens) for part in running))
         finally:
+            for text in unfinished_texts(running):
+                self._file.add(text)
             for part in running:
-                if part.suffix is None:  # an answer that was broken off is a text, too
-                    self._keep(part)
                 part.handle.stop()
             while self._pipeline.has_non_finished_requests():  # frees their cache
                 self._pipeline.step()
@@ -112,7 +115,8 @@ class Writer:
         if runs:
             return part
         if part.suffix is None:
-            self._keep(part)
+            if text := text_of(part):
+                self._file.add(text)
             return None
         if part.tokens and part.tokens[-1] in {*self._stop_ids, *part.suffix[:1]}:
             part.tokens.pop()
@@ -138,9 +142,17 @@ class Writer:
             config.rng_seed = int(self._random.integers(2**31))
         return self._pipeline.add_request(next(self._request_ids), ov.Tensor(np.array([prompt], np.int64)), config)
 
-    def _keep(self, part: Part) -> None:
-        if len(part.tokens) >= MIN_ANSWER:
-            self._file.add(Text(part.prompt, part.tokens, part.temperature, part.held_out, part.category))
+
+def unfinished_texts(running: list[Part]) -> list[Text]:
+    """The answers that are being written: broken off, they are texts, too."""
+    return [text for part in running if part.suffix is None and (text := text_of(part))]
+
+
+def text_of(part: Part) -> Text | None:
+    """The text of an answer; None if it is too short."""
+    if len(part.tokens) < MIN_ANSWER:
+        return None
+    return Text(part.prompt, part.tokens, part.temperature, part.held_out, part.category)
 
 
 def encoded(prompts: list[Prompt], tokenizer: openvino_genai.Tokenizer, longest: int) -> list[tuple[list[int], str]]:
