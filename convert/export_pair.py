@@ -568,7 +568,9 @@ def space_for(model: source.Source, arguments: list[str] | None) -> int:
     if arguments is None:
         return folder_bytes(model.folder)
     if model.is_gguf:
-        return 8 * model.wheel.size if model.wheel else gguf_source.peak_bytes(gguf_file.read(model.path), arguments)
+        if model.wheel:
+            return (8 if arguments else 4) * model.wheel.size
+        return gguf_source.peak_bytes(gguf_file.read(model.path), arguments)
     weight_format = arguments[arguments.index("--weight-format") + 1] if "--weight-format" in arguments else None
     copies = 2 if model.is_head else 1  # its IR is written once more, with the layers
     return copies * optimum_cli.expected_bytes(
