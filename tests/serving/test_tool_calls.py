@@ -74,7 +74,8 @@ CALLS = [  # the format, a text, its content, its calls
         "",
         [("add", {"a": "?"})],
     ),
-    (HERMES, ' {"name": "add", "arguments": {"a": 1, "b": 2}}', "", [ADD]),  # Qwen2.5-Coder's
+    (HERMES, '{"name": "add", "arguments": {}}', "", [("add", {})]),  # Qwen2.5-Coder's
+    (HERMES, ' {"name": "add", "arguments": {"a": 1, "b": 2}}', "", [ADD]),
     (HERMES, '```json\n{\n  "name": "add",\n  "arguments": {\n    "a": 1,\n    "b": 2\n  }\n}\n```', "", [ADD]),
     (HERMES, '```\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n```\nDone.', "\nDone.", [ADD]),
     (HERMES, f'{{"name": "add", "arguments": {{"a": 1, "b": 2}}}}\n{HERMES_PARIS}', "", [ADD, PARIS]),

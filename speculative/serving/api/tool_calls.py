@@ -58,7 +58,6 @@ class ToolFormat(NamedTuple):
     end: str = ""  # ends them
     openings: tuple[tuple[str, ...], ...] = ()  # begin calls at the beginning of a text, without marker; space may be
     # between their parts
-    only_in_order: bool = False  # these are calls only if the name and then the arguments follow
     arguments: str = "arguments"  # the key of the arguments
     frame: tuple[str, str] = ("", "")  # around all calls that a grammar forces
     around: tuple[str, str] = ("", "")  # around each of them
@@ -72,7 +71,6 @@ HERMES = ToolFormat(
     "<tool_call>",
     "</tool_call>",
     openings=(("{",), (FENCE, "{"), (f"{FENCE}json", "{")),  # as Qwen2.5-Coder writes most calls
-    only_in_order=True,  # other JSON is an answer
     around=("<tool_call>\n", "\n</tool_call>"),
     separator="\n",
 )
@@ -133,7 +131,7 @@ class ToolParser:
         self._allow_multiple, self._forced = multiple, forced
         self._format = tool_format
         self._names = names
-        self._end, self._only_in_order = tool_format.end, False  # of the calls that are parsed
+        self._end = tool_format.end  # of the calls that are parsed
         self._rest = ""  # text that was fed but not yet passed on
         self._parse_state: Callable[[], Iterable[Event]] = self._begin  # parses `_rest`
         self._position = 0  # in `_rest`, from which `_parse_state` continues
@@ -167,15 +165,14 @@ class ToolParser:
         return not self.drops_calls
 
     def _begin(self) -> Iterable[Event]:
-        ends = {opening: _match(self._rest, 0, opening) for opening in self._format.openings}
-        found = next((opening for opening, end in ends.items() if end not in (None, NO_MATCH)), None)
-        if not self._rest or (found is None and None in ends.values()):
+        ends = [(opening, _match(self._rest, 0, opening)) for opening in self._format.openings]
+        found = [(opening, end) for opening, end in ends if end is not None and end != NO_MATCH]
+        if not self._rest or (not found and any(end is None for _, end in ends)):
             return
         self._parse_state = self._text
-        if found is not None:
-            self._position = (ends[found] or 0) - (found[-1] == "{")
-            self._end = FENCE if found[0].startswith(FENCE) else ""
-            self._only_in_order = self._format.only_in_order
+        for opening, end in found:  # one at most
+            self._position = end - (opening[-1] == "{")
+            self._end = FENCE if opening[0].startswith(FENCE) else ""
             self._parse_state = self._between
         yield from ()
 
@@ -184,7 +181,7 @@ class ToolParser:
         text = self._rest[:at] if at >= 0 else self._rest[: len(self._rest) - held_back(self._rest, marker)]
         is_space = self._only_space and not text.strip(SPACE)
         if at >= 0:
-            self._end, self._only_in_order = self._format.end, False
+            self._end = self._format.end
             self._rest, self._position, self._first_call, self._parse_state = (
                 self._rest[at:],
                 len(marker),
@@ -220,7 +217,7 @@ class ToolParser:
         if name in self._names:
             self._advance(at, self._arguments)
             yield self._new_call(name)
-        elif self._only_in_order:
+        elif self._end != self._format.end:  # without the marks of this format, other JSON is an answer
             yield from self._not_a_call()
         else:
             self._scan, self._scanned, self._parse_state = _Scan(), self._position, self._unordered_call
