@@ -155,7 +155,8 @@ class _Stages:
                 remaining = self.clock.remaining("texts")
                 bar.n = bar.total - round(remaining)
                 if not remaining:
-                    bar.set_description(f"texts, until there are {MIN_TEXTS} and {MIN_HELD_OUT} held-out ones")
+                    reason = f"texts, until there are {MIN_TEXTS} and {MIN_HELD_OUT} held-out ones"
+                    bar.set_description(reason, refresh=False)
                 tokens = self.texts.token_count + unfinished_tokens
                 bar.set_postfix(texts=len(self.texts.texts), tokens=tokens, refresh=False)
                 bar.update(0)
