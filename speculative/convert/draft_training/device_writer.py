@@ -4,7 +4,7 @@ With given prompts, some texts answer one of them. For others the model continue
 any number of prompts of the same kinds.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import openvino_genai
@@ -69,7 +69,9 @@ class DeviceWriter:
         """
         rounds = 0
         try:
-            while not self._file.is_enough or (seconds_left() > 0 and self._file.token_count < max_tokens):
+            while (seconds_left() > 0 and self._file.token_count < max_tokens) or not self._file.is_enough_with(
+                self._texts(self._slots.incomplete())
+            ):
                 if rounds > MAX_ATTEMPTS and not self._file.is_enough:
                     raise ConvertError(
                         f"the main model wrote only {len(self._file.texts)} different texts of at least {MIN_ANSWER} "
@@ -117,10 +119,16 @@ class DeviceWriter:
         return ids[: begin + int(self._random.integers(1, min(most, words - 1) + 1))]
 
     def _keep(self, written: Written) -> None:
+        for text in self._texts([written]):
+            self._file.add(text)
+
+    def _texts(self, some: Iterable[Written]) -> list[Text]:
+        """The texts without those whose answer is too short."""
+        return [self._text(written) for written in some if len(written.tokens) - written.answer >= MIN_ANSWER]
+
+    def _text(self, written: Written) -> Text:
         tokens, start = written.tokens.tolist(), written.start
         prompt, answer = tokens[: written.answer], tokens[written.answer :]
-        if len(answer) < MIN_ANSWER:
-            return
         if start.prompt is None:
             prompt = prompt[len(self._opening.lead) :]
             is_test, category = not self._prompts and is_held_out(prompt), ""
@@ -128,7 +136,7 @@ class DeviceWriter:
                 is_test, category = True, self._category_of[tuple(prompt)]
         else:
             is_test, category = start.prompt in self._held_out, self._prompts[start.prompt][1]
-        self._file.add(Text(prompt, answer, start.temperature, is_test, category))
+        return Text(prompt, answer, start.temperature, is_test, category)
 
 
 def _slot_count(main: TorchMain, longest: int) -> int:
