@@ -23,7 +23,7 @@ from openvino_genai import GenerationConfig
 from convert import make_draft
 from speculative import ModelSpec, decoder, load
 from speculative.convert import program
-from speculative.convert.draft_training import beginnings, eagle3, stages
+from speculative.convert.draft_training import beginnings, eagle3, stages, verdict
 from speculative.convert.draft_training.beginnings import Prompt, opening
 from speculative.convert.draft_training.clock import Clock
 from speculative.convert.draft_training.draft_folder import DraftFolder
@@ -206,6 +206,15 @@ def test_checkpoint_exported_by_optimum_cli_matches_the_ir(main, made, exported)
     )
     assert (our_d2t == their_d2t).all() and our_d2t.any()
     assert np.std(ours - theirs) < 0.05 * np.std(theirs)  # int8 rounding: 0.01 to 0.02
+
+
+def test_progress_of_the_verdict_counts_answers_to_each_prompt(main, made):
+    """With a large main model, all answers to one prompt take minutes."""
+    progress = []
+    prompts = [([5, 6, 7], ""), ([8, 9], "")]
+    judged = verdict.judge(ModelSpec(main), made, [], prompts, 16, PATIENCE, lambda *answers: progress.append(answers))
+    assert judged["held_out_prompts"] == 2
+    assert progress == 2 * [(answer, 8) for answer in range(1, 9)]  # two modes of four methods
 
 
 def test_genai_decodes_with_the_draft(main, made):

@@ -158,7 +158,7 @@ class _Stages:
                     reason = f"texts, until there are {MIN_TEXTS} and {MIN_HELD_OUT} held-out ones"
                     bar.set_description(reason, refresh=False)
                 tokens = self.texts.token_count + unfinished_tokens
-                bar.set_postfix(texts=len(self.texts.texts), tokens=tokens, refresh=False)
+                bar.set_postfix(texts=len(self.texts.texts), tokens=f"{tokens:,}", refresh=False)
                 bar.update(0)
 
             try:
@@ -249,7 +249,12 @@ class _Stages:
         new.mkdir(parents=True)
         self.kind.save(training, new)
         prompts = list({tuple(text.prompt): text for text in self.texts.held_out}.values())
-        bar = tqdm(total=len(prompts), unit=" prompts", desc="verdict", mininterval=1)
+        bar = tqdm(total=len(prompts), unit=" prompts", desc="verdict", mininterval=1, miniters=0)
+
+        def progress(answers: int, of: int) -> None:
+            bar.set_postfix(answers=f"{answers % of}/{of}", refresh=False)
+            bar.update(int(answers == of))
+
         judged = verdict.judge(
             self.main.spec,
             new,
@@ -257,7 +262,7 @@ class _Stages:
             [(text.prompt, text.category) for text in prompts],
             self.longest,
             self.clock.verdict_seconds,
-            lambda: bar.update(),
+            progress,
         )
         bar.close()
         judged["content of --compare"] = self.compared

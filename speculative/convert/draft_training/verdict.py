@@ -61,11 +61,11 @@ def judge(
     prompts: list[tuple[list[int], str]],
     longest: int,
     seconds: float,
-    progress: Callable[[], None],
+    progress: Callable[[int, int], None],
 ) -> dict:
     """The verdict, for draft.json: of `draft`, beside the `others`. Goes through the prompts, token ids with a category
     ("": none), at least one, until they or the time are over; texts get up to `longest` tokens. Calls `progress` after
-    each."""
+    each answer, with how many there are to this prompt so far, and will be."""
     end = time.monotonic() + seconds
     methods: dict[str, tuple[Decoder, dict]] = {}
     for name, folder in {"": draft, **{other: Path(other) for other in others}}.items():
@@ -83,12 +83,12 @@ def judge(
         if categories and time.monotonic() > end:
             break
         order = [*order[1:], order[0]]
-        for mode, options in MODES.items():
-            for method, (decoder, length) in order:
-                config = GenerationConfig(max_new_tokens=min(NEW_TOKENS, longest - len(prompt)), **options, **length)
-                runs[mode][method].results.append(decoder.generate(prompt, config))
+        answers = [(mode, *method) for mode in MODES for method in order]
+        for done, (mode, method, (decoder, length)) in enumerate(answers, 1):
+            config = GenerationConfig(max_new_tokens=min(NEW_TOKENS, longest - len(prompt)), **MODES[mode], **length)
+            runs[mode][method].results.append(decoder.generate(prompt, config))
+            progress(done, len(answers))
         categories.append(category)
-        progress()
 
     def figures(mode: str, chosen: set[str]) -> dict:
         """Of the prompts of some categories."""
