@@ -18,13 +18,15 @@ from speculative.convert.draft_training.clock import Interval
 from speculative.convert.draft_training.state_file import TextStates
 
 STEP_WEIGHT = 0.8  # of each against the one before, as in EAGLE
-RATE, WARM_UP, MIN_RATE = 1e-3, 30, 0.05
+RATE, MIN_RATE = 1e-3, 0.05
+WARM_UP, WARM_UP_SHARE = 30, 0.1  # steps, but at most this share of the training
 MIN_STEPS = 10  # of the optimizer, however short the time
 CLIP = 0.5
 ROWS, DEVICE_ROWS = 64, 4096  # of logits at a time, for the loss: on a CPU, on a GPU
 VARIATION_FROM, VARIATION_FULL = 0.4, 0.6  # shares of the training between which the total variation is added
 VARIATION_RATE = 3.0  # of its weight, 1 - exp(-rate * accepted share)
-BATCH, POOL = 1024, 256  # tokens of a batch, texts whose lengths are compared
+BATCH, DEVICE_BATCH = 256, 1024  # tokens: on a CPU, which trains on few, small batches learn more; on a GPU
+POOL = 256  # texts whose lengths are compared
 SAVE_EVERY = 60.0  # seconds, at least
 
 
@@ -123,7 +125,8 @@ class Training(ABC):
             model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.01, fused=True
         )
         self.steps, self.tokens = 0, 0
-        self.warm_up, self.batch_tokens = WARM_UP, BATCH
+        self.warm_up = WARM_UP
+        self.batch_tokens = BATCH if device == "cpu" else DEVICE_BATCH
         self._accepted = [0.0] * self.unrolled  # share of each draft step, in the last batch
         if saved_state:
             model.load_state_dict(saved_state["model"])
@@ -190,8 +193,9 @@ class Training(ABC):
     def _step(self, texts: list[TextStates], share: float) -> float:
         """One optimizer step, when `share` of the training is over; returns the loss."""
         rate = MIN_RATE + (1 - MIN_RATE) * (1 + math.cos(math.pi * share)) / 2
+        warm_up = min(1.0, max((self.steps + 1) / self.warm_up, share / WARM_UP_SHARE))
         for group in self._optimizer.param_groups:
-            group["lr"] = self.rate * rate * min(1, (self.steps + 1) / self.warm_up)
+            group["lr"] = self.rate * rate * warm_up
         batch = self._batch(texts)
         ramp = min(1.0, max(0.0, (share - VARIATION_FROM) / (VARIATION_FULL - VARIATION_FROM)))
         loss, accepted = torch.zeros((), device=self._device), []
