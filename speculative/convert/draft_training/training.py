@@ -25,7 +25,7 @@ CLIP = 0.5
 ROWS, DEVICE_ROWS = 64, 4096  # of logits at a time, for the loss: on a CPU, on a GPU
 VARIATION_FROM, VARIATION_FULL = 0.4, 0.6  # shares of the training between which the total variation is added
 VARIATION_RATE = 3.0  # of its weight, 1 - exp(-rate * accepted share)
-BATCH, DEVICE_BATCH = 256, 1024  # tokens: on a CPU, which trains on few, small batches learn more; on a GPU
+BATCH, DEVICE_BATCH = 256, 1024  # tokens: on a CPU, measured in docs/training-a-draft.md; on other devices
 POOL = 256  # texts whose lengths are compared
 SAVE_EVERY = 60.0  # seconds, at least
 

@@ -65,7 +65,7 @@ def judge(
 ) -> dict:
     """The verdict, for draft.json: of `draft`, beside the `others`. Goes through the prompts, token ids with a category
     ("": none), at least one, until they or the time are over; texts get up to `longest` tokens. Calls `progress` after
-    each answer, with how many there are to this prompt so far, and will be."""
+    each answer, with the number of answers to this prompt so far and in the end."""
     end = time.monotonic() + seconds
     methods: dict[str, tuple[Decoder, dict]] = {}
     for name, folder in {"": draft, **{other: Path(other) for other in others}}.items():
