@@ -64,7 +64,9 @@ class Options:
 def make(options: Options) -> None:
     """Make the draft, and print what each stage found. Raises ConvertError if something is wrong with the options, the
     main model or the disk; an interrupted call is continued by the next one with the same options."""
-    properties = {"INFERENCE_NUM_THREADS": options.threads} if options.threads else {}
+    # unpinned: else two trainings beside each other compute on the same core
+    threads = {"INFERENCE_NUM_THREADS": options.threads, "ENABLE_CPU_PINNING": "NO"}
+    properties = threads if options.threads else {}
     main = MainModel(ModelSpec(Path(options.main), "CPU", properties))
     kind: Kind
     if options.kind == Pruned.name:
