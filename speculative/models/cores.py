@@ -27,6 +27,12 @@ def instruction_sets(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return ", ".join(dict.fromkeys(name for flag, name in SETS.items() if flag in flags))
 
 
+def thread_properties(threads: int | None) -> dict[str, int | str]:
+    """OpenVINO's properties for so many CPU threads; None or 0: its own choice. The threads are not pinned: OpenVINO
+    pins those of every process to the first cores, which several processes would then share."""
+    return {"INFERENCE_NUM_THREADS": threads, "ENABLE_CPU_PINNING": "NO"} if threads else {}
+
+
 def cores_within_limit() -> int:
     """The cores whose whole time this process may use: fewer than the usable ones in a container with a limit (docker
     run --cpus, a limit of Kubernetes). OpenVINO ignores the limit (2026.4.1): it computes on all usable cores, and the

@@ -19,6 +19,7 @@ from speculative.cli.pipeline_arguments import (
     draft_properties,
     take_recommendation,
 )
+from speculative.models.cores import thread_properties
 from speculative.models.eagle3_head import has_paged_attention
 from speculative.models.spec import ModelSpec
 from speculative.pair.draft_limits import native_limit
@@ -238,9 +239,8 @@ def _pair(args: argparse.Namespace) -> Pair:
 
     def spec(folder: Path, device: str, properties: dict) -> ModelSpec:
         uses_cpu = re.split("[.:]", device)[0] not in ("GPU", "NPU")
-        # unpinned: else the replicas of a machine, which are processes, all compute on its first cores
-        threads = {"INFERENCE_NUM_THREADS": args.num_cpus, "ENABLE_CPU_PINNING": "NO"}
-        return ModelSpec(folder, device, {**(threads if args.num_cpus and uses_cpu else {}), **properties})
+        threads = thread_properties(args.num_cpus) if uses_cpu else {}  # each replica is a process
+        return ModelSpec(folder, device, {**threads, **properties})
 
     return Pair(
         name=args.model_name or (folder.parent.name if folder.name == "main" else folder.name),

@@ -25,6 +25,7 @@ from speculative.convert.draft_training.texts import MIN_HELD_OUT, MIN_TEXTS, Te
 from speculative.convert.draft_training.writer import Writer
 from speculative.convert.errors import ConvertError
 from speculative.convert.source import content_hash
+from speculative.models.cores import thread_properties
 from speculative.models.spec import ModelSpec
 
 if TYPE_CHECKING:  # torch takes seconds to import, and the first stages need none
@@ -64,10 +65,7 @@ class Options:
 def make(options: Options) -> None:
     """Make the draft, and print what each stage found. Raises ConvertError if something is wrong with the options, the
     main model or the disk; an interrupted call is continued by the next one with the same options."""
-    # unpinned: else two trainings beside each other compute on the same core
-    threads = {"INFERENCE_NUM_THREADS": options.threads, "ENABLE_CPU_PINNING": "NO"}
-    properties = threads if options.threads else {}
-    main = MainModel(ModelSpec(Path(options.main), "CPU", properties))
+    main = MainModel(ModelSpec(Path(options.main), "CPU", thread_properties(options.threads)))
     kind: Kind
     if options.kind == Pruned.name:
         kind = Pruned(main, options.keep_layers)
