@@ -8,8 +8,8 @@
     python convert/make_draft.py models/llama/main drafts/llama --kind pruned --minutes 240 --device cuda
 
 MAIN is a folder with OpenVINO IR, as export_pair.py makes it. OUT gets an EAGLE-3 head (--kind eagle3), which drafts
-from the main model's hidden states, or the main model without most of its layers (--kind pruned, for models of the
-Llama architecture), an ordinary draft model for every engine and device. Stages:
+from the main model's hidden states, or the main model without most of its layers (--kind pruned, for Llama,
+Qwen2 and Qwen3), an ordinary draft model for every engine and device. Stages:
 
 1. texts      the main model writes prompts (its chat template up to the user's turn) and answers, or answers to
               --prompts; a part is held out
@@ -21,7 +21,7 @@ Llama architecture), an ordinary draft model for every engine and device. Stages
               model alone and other drafts (--compare)
 
 --online runs the main model in torch on --device, too, and computes its hidden states during the training instead of
-storing them: for millions of tokens on a GPU. For main models of the Llama architecture.
+storing them: for millions of tokens on a GPU. For main models of the Llama, Qwen2 and Qwen3 architectures.
 
 --init-from HEAD trains an existing head further, such as a published one for a fine-tuned or quantized main model, or
 for your own prompts. It keeps its vocabulary, unless --draft-vocabulary chooses another one from the new texts.
@@ -87,7 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--keep-layers", type=int, metavar="N", help="layers that a pruned draft keeps (default: a quarter)")
     add("--compare", action="append", default=[], metavar="DRAFT", help="also measure this draft; may be repeated")
     add("--device", default="cpu", help="torch's device for the training: cpu, cuda or xpu (default: cpu)")
-    add("--online", action="store_true", help="run the main model on --device, too (Llama architecture, eagle3)")
+    add("--online", action="store_true", help="run the main model on --device, too (Llama, Qwen2, Qwen3; eagle3)")
     add("--threads", type=int, help="CPU threads (default: all)")
     add("--debug", action="store_true", help="show stack traces")
     return parser

@@ -56,7 +56,7 @@ IN_RAYS_PROCESS = [  # the last ends the server that those before it share
 STARTING_RAY = {*IN_RAYS_PROCESS} - {"test_readme"}  # in which only a few tests do
 IMPORTING_TORCH = [  # the first exports the pairs that files of other processes share
     *("test_architectures", "test_make_draft", "test_export_pair", "test_gguf", "test_eagle3_export"),
-    *("test_pair_check", "test_export_head", "test_training", "test_vocabulary"),
+    *("test_pair_check", "test_export_head", "test_training", "test_vocabulary", "test_main_llama"),
 ]
 LONGEST = [
     *(*IN_RAYS_PROCESS, *IMPORTING_TORCH, "test_lossless_draws", "test_lint", "test_smoke_and_benchmark", "test_tune"),

@@ -1,11 +1,11 @@
-"""Reads and builds IR of Llama models with int8 weights, without torch.
+"""Reads IR of Llama models with int8 weights, and builds it, also that of Qwen2 and Qwen3, without torch.
 
 The graph is the same as optimum-cli exports (stateful, uint8 weights with a zero point and a scale per row, nncf's
 int8_asym), so that OpenVINO and OpenVINO GenAI treat both the same way.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -36,6 +36,10 @@ class Layer:
     gate: Matrix  # [intermediate, hidden]
     up: Matrix
     down: Matrix  # [hidden, intermediate]
+    biases: dict[str, np.ndarray] = field(
+        default_factory=dict
+    )  # Qwen2: of "q", "k" and "v", float32 [heads * head_dim]
+    head_norms: dict[str, np.ndarray] = field(default_factory=dict)  # Qwen3: of "q" and "k", float32 [head_dim]
 
 
 MATRICES = {
@@ -102,6 +106,8 @@ def read(folder: Path) -> Llama:
                 attention_norm=norm(f"layers.{i}.input_layernorm"),
                 feed_forward_norm=norm(f"layers.{i}.post_attention_layernorm"),
                 **{key: matrix(f"self.model.layers.{i}.{name}") for key, name in MATRICES.items()},
+                biases={},
+                head_norms={},
             )
             for i in range(config["num_hidden_layers"])
         ]
@@ -136,10 +142,13 @@ def build(llama: Llama) -> ov.Model:
     for i, layer in enumerate(llama.layers):
         name = f"self.model.layers.{i}."
         x = rms_norm(hidden, layer.attention_norm, llama.epsilon)
-        q, k, v = (linear(x, getattr(layer, key), name + MATRICES[key]) for key in "qkv")
-        q = rotate(split_heads(q, llama.heads, llama.head_dim), cos, sin, llama.head_dim)
-        k = rotate(split_heads(k, llama.kv_heads, llama.head_dim), cos, sin, llama.head_dim)
-        v = split_heads(v, llama.kv_heads, llama.head_dim)
+        parts = {key: linear(x, getattr(layer, key), name + MATRICES[key]) for key in "qkv"}
+        parts |= {key: ops.add(parts[key], bias) for key, bias in layer.biases.items()}
+        heads = {"q": llama.heads, "k": llama.kv_heads, "v": llama.kv_heads}
+        parts = {key: split_heads(part, heads[key], llama.head_dim) for key, part in parts.items()}
+        parts |= {key: rms_norm(parts[key], weight, llama.epsilon) for key, weight in layer.head_norms.items()}
+        q, k = (rotate(parts[key], cos, sin, llama.head_dim) for key in "qk")
+        v = parts["v"]
         past_k, k = cached(k, f"{i}.key", inputs["beam_idx"], batch, llama, sinks)
         _, v = cached(v, f"{i}.value", inputs["beam_idx"], batch, llama, sinks)
         if mask is None:

@@ -45,9 +45,7 @@ from tests.support.tiny_checkpoints import run_optimum_here
 from tests.support.tiny_main import save_tiny_main, tiny_main
 from tests.support.waiting import PATIENCE, wait_until
 
-head, pruned_model, torch_llama = (
-    Later(f"speculative.convert.draft_training.{name}") for name in ("head", "pruned_model", "torch_llama")
-)
+head, pruned_model = (Later(f"speculative.convert.draft_training.{name}") for name in ("head", "pruned_model"))
 TRAINING = "speculative.convert.draft_training.training"
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}
 PRUNED = ["--kind", "pruned"]
@@ -317,22 +315,6 @@ def logits_of(graph, tokens):
     inputs = {"input_ids": tokens[None], "attention_mask": np.ones((1, n), np.int64)}
     inputs |= {"position_ids": np.arange(n)[None], "beam_idx": np.zeros(1, np.int32)}
     return ov.Core().compile_model(graph, "CPU", EXACT)(inputs)["logits"][0]
-
-
-@pytest.mark.parametrize("layers", [[0, 1, 2, 3], [0, 3], [2]])
-def test_pruned_model_equals_main_model_without_other_layers(main, layers):
-    tokens = np.arange(0, 384, 16)
-    kind = kind_of(main)
-    whole = tiny_main(kind.main.vocabulary)
-    expected = logits_of(llama_ir.build(replace(whole, layers=[whole.layers[i] for i in layers])), tokens)
-    if len(layers) == 4:
-        assert (expected == logits_of(ov.Core().read_model(main / "openvino_model.xml"), tokens)).all()
-    built = torch_llama.build(kind.llama, layers)
-    with torch.no_grad():
-        found = built(torch.from_numpy(tokens)[None]).logits[0].numpy()
-    assert np.abs(found - expected).max() < 0.01 * expected.std()
-    again = logits_of(llama_ir.build(pruned_model.in_numbers(built)), tokens)  # as it is exported
-    assert np.abs(again - expected).max() < 0.1 * expected.std()
 
 
 def test_pruned_model_keeps_yarn_attention_scaling(tmp_path):

@@ -24,12 +24,29 @@ def tiny_main(vocabulary: int, layers: int = 4) -> Llama:
     return replace(tiny_llama(0, layers=layers), embedding=in_int8(embedding), head=head)
 
 
-def save_tiny_main(folder: Path, layers: int = 4, chat_template: str | None = TURN) -> Path:
+def of_architecture(model: Llama, architecture: str) -> Llama:
+    """`model` with what "qwen2" and "qwen3" have beyond "llama": random biases, or norms of each attention head."""
+    random = np.random.default_rng(1)
+
+    def some(keys: str, around: float, size: int) -> dict[str, np.ndarray]:
+        return {key: (around + random.normal(size=size) / 2).astype(np.float32) for key in keys}
+
+    def extra() -> dict[str, dict[str, np.ndarray]]:
+        if architecture == "qwen2":
+            return {"biases": some("qkv", 0, HIDDEN)}
+        return {"head_norms": some("qk", 1, HEAD_DIM)} if architecture == "qwen3" else {}
+
+    return replace(model, layers=[replace(layer, **extra()) for layer in model.layers])
+
+
+def save_tiny_main(
+    folder: Path, layers: int = 4, chat_template: str | None = TURN, architecture: str = "llama"
+) -> Path:
     """The IR of a tiny main model, with its tokenizer."""
     tokenizer = train_tokenizer()
     tokenizer.chat_template = chat_template
     folder.mkdir(parents=True)
-    model = llama_ir.build(tiny_main(len(tokenizer), layers))
+    model = llama_ir.build(of_architecture(tiny_main(len(tokenizer), layers), architecture))
     openvino.save_model(model, folder / "openvino_model.xml", compress_to_fp16=False)
     parts = openvino_tokenizers.convert_tokenizer(tokenizer, with_detokenizer=True)
     for part, name in zip(parts, ("openvino_tokenizer", "openvino_detokenizer"), strict=True):

@@ -1,8 +1,12 @@
-"""Finds a Llama's layers in a graph by their form, whatever exported it, and reads their weights as float32."""
+"""Finds the layers of a Llama in a graph by their form, whatever exported it, and reads their weights as float32.
+
+Those of Qwen2 are a Llama's with biases for queries, keys and values; those of Qwen3, with a norm for each attention
+head's queries and keys.
+"""
 
 from collections import deque
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Iterable, Iterator
+from itertools import pairwise, takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +23,8 @@ class Layer(NamedTuple):
     before: ov.Node
     after: ov.Node
     matrices: dict[str, ov.Node]  # MatMul
-    norms: dict[str, np.ndarray]  # float32 [hidden]
+    biases: dict[str, ov.Node]  # added to the queries, keys or values
+    norms: dict[str, np.ndarray]  # float32 [hidden], or [head_dim] for queries and keys
     head_dim: int
 
 
@@ -37,7 +42,9 @@ def find_layers(graph: ov.Model) -> list[Layer]:
 
 def read_layer(layer: Layer) -> dict[str, np.ndarray]:
     """Its weights by name, matrices [outputs, inputs]."""
-    return layer.norms | read_matrices(layer.matrices)
+    values = evaluate([node.output(0) for node in layer.biases.values()])
+    biases = {name: value.ravel() for name, value in zip(layer.biases, values, strict=True)}
+    return layer.norms | read_matrices(layer.matrices) | biases
 
 
 def read_matrices(nodes: dict[str, ov.Node]) -> dict[str, np.ndarray]:
@@ -77,7 +84,7 @@ def find_matrices(attention: ov.Node) -> Matrices:
     nodes_found = {"q": q, "k": k, "v": v, "o": o, "gate": gate, "up": up, "down": down}
     matrices = {f"{name}.weight": nodes_found[key] for key, name in llama_ir.MATRICES.items()}
     for name, node in matrices.items():
-        if node.get_type_name() != "MatMul" or not _is_constant(node.input_value(1).get_node()):
+        if not _is_projection(node):
             raise ValueError(f"its {name.removesuffix('.weight')} is no product with a matrix of weights")
     if len({node.get_friendly_name() for node in matrices.values()}) < len(matrices):
         raise ValueError("its matrices are fused")
@@ -97,21 +104,55 @@ def _layer(attention: ov.Node) -> Layer:
     weighted = {name: weight for name, weight in norms.items() if weight is not None}
     if len(weighted) < len(norms):
         raise ValueError("it has no norm with a weight before each part of a layer")
-    return Layer(before, after, matrices, weighted, size.get_length())
+    biases, head_dim = {}, size.get_length()
+    for index, key in enumerate("qkv"):
+        name = llama_ir.MATRICES[key]
+        if (bias := _bias(matrices[f"{name}.weight"])) is not None:
+            biases[f"{name}.bias"] = bias
+        if key != "v" and (weight := _head_norm(attention.input_value(index).get_node(), head_dim)) is not None:
+            weighted[f"self_attn.{key}_norm.weight"] = weight
+    return Layer(before, after, matrices, biases, weighted, head_dim)
 
 
 def _projection(node: ov.Node) -> ov.Node:
     """The nearest product with a constant matrix before `node`."""
+    for found in _nearest(node):
+        if _is_projection(found):
+            return found
+    raise ValueError("its attention has no matrices of weights")
+
+
+def _head_norm(node: ov.Node, head_dim: int) -> np.ndarray | None:
+    """The weight of the norm of each head, between a projection and `node`; None if there is no norm."""
+    for found in takewhile(lambda found: not _is_projection(found), _nearest(node)):
+        weight = norm_weight(found)
+        if weight is not None and len(weight) == head_dim:
+            return weight
+    return None
+
+
+def _bias(product: ov.Node) -> ov.Node | None:
+    """What is added to the product of a matrix; None if nothing is."""
+    for node in _readers(product):
+        if node.get_type_name() == "Add" and _is_constant(summand := _other(node, product)):
+            return summand
+    return None
+
+
+def _nearest(node: ov.Node) -> Iterator[ov.Node]:
+    """`node` and all that it is computed from, the nearest first."""
     queue, seen = deque([node]), {node.get_friendly_name()}
     while queue:
         node = queue.popleft()
-        if node.get_type_name() == "MatMul" and _is_constant(node.input_value(1).get_node()):
-            return node
+        yield node
         for value in node.input_values():
             if (name := value.get_node().get_friendly_name()) not in seen:
                 seen.add(name)
                 queue.append(value.get_node())
-    raise ValueError("its attention has no matrices of weights")
+
+
+def _is_projection(node: ov.Node) -> bool:
+    return node.get_type_name() == "MatMul" and _is_constant(node.input_value(1).get_node())
 
 
 def _is_constant(node: ov.Node) -> bool:
@@ -133,7 +174,7 @@ def _other(node: ov.Node, first: ov.Node) -> ov.Node:
     )
 
 
-def _only(nodes: Iterator[ov.Node] | list[ov.Node], what: str) -> ov.Node:
+def _only(nodes: Iterable[ov.Node], what: str) -> ov.Node:
     nodes_found = list(nodes)
     if len(nodes_found) != 1:
         raise ValueError(f"its graph has {len(nodes_found)} {what}, where a Llama's has one")

@@ -1,4 +1,4 @@
-"""The main model's graph as a Llama's: its layers, sizes and hidden states."""
+"""The main model's graph as that of a Llama, a Qwen2 or a Qwen3: its layers, sizes and hidden states."""
 
 from typing import Any
 
@@ -12,9 +12,13 @@ class MainLlama:
     """The decoder layers that are found in the graph of `main`."""
 
     def __init__(self, main: MainModel):
-        """Raises ValueError if the graph is no Llama's."""
+        """Raises ValueError if the graph is of another architecture."""
         self.main = main
         self.layers = llama_weights.find_layers(main.graph)
+        has_norms = "self_attn.q_norm.weight" in self.layers[0].norms
+        if has_norms and self.layers[0].biases:
+            raise ValueError("its attention has both biases and norms")
+        self.architecture = "qwen3" if has_norms else "qwen2" if self.layers[0].biases else "llama"
 
     def hidden_states(self, **properties: str) -> Forward:
         """Compile the main model to give the embeddings of a text, the hidden states after each layer, and logits."""

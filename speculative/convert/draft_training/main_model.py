@@ -180,7 +180,7 @@ def norm_weight(node: ov.Node) -> np.ndarray | None:
     for value in node.input_values() if node.get_type_name() == "Multiply" else ():
         while value.get_node().get_type_name() == "Convert":
             value = value.get_node().input_value(0)
-        if value.get_node().get_type_name() == "Constant" and value.get_partial_shape().to_shape()[-1] > 1:
+        if value.get_node().get_type_name() == "Constant" and [1, *value.get_node().data.shape][-1] > 1:
             return np.array(value.get_node().data, np.float32).ravel()
     return None
 

@@ -41,7 +41,7 @@ class Pruned(Kind):
     name = "pruned"
 
     def __init__(self, main: MainModel, kept: int | None):
-        """Raises ConvertError if the main model's graph is no Llama's, or has too few layers."""
+        """Raises ConvertError if the main model's graph is of another architecture, or has too few layers."""
         self.main = main
         try:
             self.llama = MainLlama(main)
@@ -64,8 +64,8 @@ class Pruned(Kind):
 
     def _unsupported(self, why: str) -> ConvertError:
         return ConvertError(
-            f"{self.main.spec.folder} cannot be pruned, as only models of the Llama architecture can ({why}); use "
-            "--kind eagle3",
+            f"{self.main.spec.folder} cannot be pruned, as only models of the Llama, Qwen2 and Qwen3 architectures can "
+            f"({why}); use --kind eagle3",
             2,
         )
 

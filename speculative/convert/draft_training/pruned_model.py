@@ -1,4 +1,4 @@
-"""A pruned draft in torch: transformers' Llama with weights of the main model's IR, its training, checkpoint and IR."""
+"""A pruned draft in torch, with weights of the main model's IR: its training, checkpoint and IR."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import openvino as ov
 import torch
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from speculative.convert.draft_training import torch_llama, training
 from speculative.convert.draft_training.pruned import Choice, Pruned
@@ -53,10 +53,14 @@ def save(training: PrunedTraining, folder: Path, tokenizer_files: list[Path]) ->
             shutil.copyfile(file, checkpoint / file.name)
 
 
-def in_numbers(model: LlamaForCausalLM) -> llama_ir.Llama:
+def in_numbers(model: PreTrainedModel) -> llama_ir.Llama:
     """The same model with int8 weights, for an IR."""
     config = model.config
     weights = {name: weight.detach().float().cpu().numpy() for name, weight in model.state_dict().items()}
+
+    def some(names: dict[str, str]) -> dict[str, np.ndarray]:
+        return {key: weights[name] for key, name in names.items() if name in weights}
+
     return llama_ir.Llama(
         embedding=in_int8(weights["model.embed_tokens.weight"]),
         layers=[
@@ -64,6 +68,8 @@ def in_numbers(model: LlamaForCausalLM) -> llama_ir.Llama:
                 attention_norm=weights[f"model.layers.{i}.input_layernorm.weight"],
                 feed_forward_norm=weights[f"model.layers.{i}.post_attention_layernorm.weight"],
                 **{key: in_int8(weights[f"model.layers.{i}.{name}.weight"]) for key, name in llama_ir.MATRICES.items()},
+                biases=some({key: f"model.layers.{i}.self_attn.{key}_proj.bias" for key in "qkv"}),
+                head_norms=some({key: f"model.layers.{i}.self_attn.{key}_norm.weight" for key in "qk"}),
             )
             for i in range(config.num_hidden_layers)
         ],

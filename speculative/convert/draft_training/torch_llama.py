@@ -1,8 +1,16 @@
-"""The main model in torch: transformers' Llama with the weights of the IR."""
+"""The main model in torch: transformers' Llama, Qwen2 or Qwen3 with the weights of the IR."""
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from speculative.convert.draft_training import llama_weights
 from speculative.convert.draft_training.main_llama import MainLlama
@@ -11,7 +19,7 @@ CHECKED_TOKENS = 24  # tokens by which the weights that were read are checked
 TOLERANCE = 0.02  # of the size of what a layer adds, and of the logits
 
 
-def build(llama: MainLlama, layers: list[int]) -> LlamaForCausalLM:
+def build(llama: MainLlama, layers: list[int]) -> PreTrainedModel:
     """The main model with some of its layers."""
     main = llama.main
     output = main.output_layer(np.arange(main.vocabulary))
@@ -36,16 +44,21 @@ def _copy(module: torch.nn.Module, weights: dict[str, np.ndarray]) -> None:
         parameter.copy_(torch.from_numpy(np.require(values, requirements="W")))
 
 
-def empty(llama: MainLlama, layers: int, is_tied: bool) -> LlamaForCausalLM:
+def empty(llama: MainLlama, layers: int, is_tied: bool) -> PreTrainedModel:
     """A model of the same sizes, with `layers` layers and random weights."""
-    config = LlamaConfig(**llama.config(), num_hidden_layers=layers, tie_word_embeddings=is_tied)
-    return LlamaForCausalLM(config).float()
+    architectures = {
+        "llama": (LlamaConfig, LlamaForCausalLM),
+        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    }
+    config_of, model_of = architectures[llama.architecture]
+    return model_of(config_of(**llama.config(), num_hidden_layers=layers, tie_word_embeddings=is_tied)).float()
 
 
 @torch.no_grad()
 def difference(llama: MainLlama) -> str:
-    """What the main model computes otherwise than a Llama with its weights, in its first or last layer or after it; ""
-    if all is the same."""
+    """What the main model computes otherwise than transformers' model with its weights, in its first or last layer or
+    after it; "" if all is the same."""
     last = len(llama.layers) - 1
     try:
         model = build(llama, [0, last])

@@ -18,19 +18,19 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class TorchMain:
-    """A main model of the Llama architecture, with bfloat16 weights on a GPU, whose hidden states a draft reads after
-    `layers`."""
+    """A main model of the Llama, Qwen2 or Qwen3 architecture, with bfloat16 weights on a GPU. A draft reads its hidden
+    states after `layers`."""
 
     def __init__(self, main: MainModel, layers: list[int], device: str):
-        """Raises ConvertError if the main model is no Llama, or does not fit on the device."""
+        """Raises ConvertError if the main model has another architecture, or does not fit on the device."""
         try:
             llama = MainLlama(main)
             if problem := torch_llama.difference(llama):
                 raise ValueError(problem)
         except ValueError as error:
             raise ConvertError(
-                f"--online is for main models of the Llama architecture, which {main.spec.folder} is not ({error}); "
-                "leave it out",
+                "--online is for main models of the Llama, Qwen2 and Qwen3 architectures, of which "
+                f"{main.spec.folder} is none ({error}); leave it out",
                 2,
             ) from error
         self.device, self.layers = device, layers
@@ -61,6 +61,8 @@ class TorchMain:
                 projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
                 for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
             )
+            if self.llama.config.model_type == "qwen3":
+                q, k = attention.q_norm(q), attention.k_norm(k)
             q, k = apply_rotary_pos_emb(q, k, *angles)
             attended = attend(index, q, k, v)
             hidden = hidden + attention.o_proj(attended.transpose(1, 2).flatten(2))
