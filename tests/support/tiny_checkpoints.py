@@ -59,6 +59,57 @@ ARCHITECTURES = {
         "sliding_window_pattern": 2,
     },
     "mistral": {"type": "mistral", "num_key_value_heads": 2, "sliding_window": 16},
+    "mixtral": {"type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 4, "sliding_window": None},
+    "qwen3_moe": {
+        "type": "qwen3_moe",
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "moe_intermediate_size": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "gpt_oss": {
+        "type": "gpt_oss",
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 16,
+        "rope_scaling": None,
+    },
+    "granite": {"type": "granite", "num_key_value_heads": 2},
+    "smollm3": {"type": "smollm3", "num_key_value_heads": 2, "no_rope_layer_interval": 2},
+    "olmo2": {"type": "olmo2", "num_key_value_heads": 2},
+    "cohere": {"type": "cohere", "num_key_value_heads": 2},  # Aya, Command R
+    "cohere2": {"type": "cohere2", "num_key_value_heads": 2, "sliding_window": 16, "sliding_window_pattern": 2},
+    "exaone4": {"type": "exaone4", "num_key_value_heads": 2, "sliding_window": 16, "sliding_window_pattern": 2},
+    "phi": {"type": "phi", "partial_rotary_factor": 1.0},
+    "stablelm": {"type": "stablelm", "num_key_value_heads": 2},
+    "starcoder2": {"type": "starcoder2", "num_key_value_heads": 2, "sliding_window": 16},
+    "gpt_bigcode": {"type": "gpt_bigcode"},  # StarCoder
+    "gptj": {"type": "gptj", "rotary_dim": 8},
+    "codegen": {"type": "codegen", "rotary_dim": 8, "num_attention_heads": 4},
+    "opt": {"type": "opt"},
+    "persimmon": {"type": "persimmon"},
+    "falcon": {"type": "falcon"},
+    "bloom": {"type": "bloom"},
+}
+# Whose attention masks paged attention drops.
+DROPPED_MASKS = {
+    "mpt": {"type": "mpt"},
+    "falcon with ALiBi": {
+        "type": "falcon",
+        "alibi": True,
+        "multi_query": False,
+        "parallel_attn": False,
+    },  # falcon-rw-1b
+    "gpt_neo": {
+        "type": "gpt_neo",
+        "num_layers": 2,  # as many as attention_types, in main and draft
+        "num_hidden_layers": 2,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 16,
+    },
 }
 
 
@@ -91,12 +142,13 @@ def train_tokenizer(vocab_size: int = 384, texts: list[str] = TRAINING_TEXT) -> 
 def save_checkpoint(
     architecture: str, role: str, tokenizer: "transformers.PreTrainedTokenizerFast", folder: Path, **options
 ) -> Path:
-    """Write a random checkpoint of `architecture` (a key of ARCHITECTURES) in the size of `role` (main or draft).
+    """Write a random checkpoint of `architecture`, a key of ARCHITECTURES or DROPPED_MASKS, in the size of `role` (main
+    or draft).
 
     Both sizes take the same embeddings and output layer as far as they reach, which makes each next token depend mostly
     on the last one: greedy text varies, and the draft is right now and then, as drafts are. `options` go to the config.
     """
-    options = {**SIZES[role], **ARCHITECTURES[architecture], **options}
+    options = {**SIZES[role], **{**ARCHITECTURES, **DROPPED_MASKS}[architecture], **options}
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
     config = transformers.CONFIG_MAPPING[options.pop("type")](
         **{"vocab_size": len(tokenizer), "max_position_embeddings": 256, **options, **ids},
