@@ -17,8 +17,8 @@ import numpy as np
 import openvino as ov
 import openvino_genai
 
-from speculative.models import kv_cache
-from speculative.models.config import context_length, read_config, sliding_window, text_config
+from speculative.models import attention_masks, kv_cache
+from speculative.models.config import context_length, read_config, sliding_window
 from speculative.models.npu_model import NpuModel
 from speculative.models.paged_model import PagedModel
 from speculative.models.pass_width import PassWidth
@@ -26,7 +26,6 @@ from speculative.models.spec import ModelSpec
 from speculative.models.stateful_model import StatefulModel
 
 CAPACITY = 16_384  # default longest sequence, in tokens: bounds the memory for the cache
-WRONG_WHEN_PAGED = ("mpt",)  # logits off by 3.6, in GenAI's pipeline too (2026.4.1)
 CHECK_STEP = 6  # tokens in a forward pass of the rollback check
 EXACT_DIFFERENCE = 1e-3  # total variation below which a rollback counts as exact, whatever the noise
 NOISE_FACTOR = 1.6  # times the noise: correct caches reach 1.2, caches wrong by one token start at 2.2 (SmolLM2-135M)
@@ -253,12 +252,12 @@ def load(
 
     CACHE_DIR keeps the compiled model on disk, except for paged attention on a CPU, where OpenVINO cannot read it back.
     `capacity` is the longest sequence in tokens, by default the model's context length, at most 16,384. `stateful`
-    selects the backend; by default paged attention (False) on CPU and GPU, stateful (True) elsewhere and, with a
-    warning, on a GPU without paged attention. The NPU has its own backend, for up to 1,152 tokens unless `capacity` or
-    the properties MAX_PROMPT_LEN and MIN_RESPONSE_LEN raise it. If the default cache keeps traces of rejected tokens
-    beyond the model's own noise, it gets another one and the model's `note` says so: keys quantized by token on a CPU,
-    f16 on a GPU. `prepare` may modify the graph before anything else does. Raises ValueError for a model that cannot be
-    rolled back, RuntimeError if OpenVINO cannot compile it.
+    selects the backend; by default paged attention (False) on CPU and GPU, stateful (True) elsewhere, for models whose
+    attention masks paged attention drops and, with a warning, on a GPU without paged attention. The NPU has its own
+    backend, for up to 1,152 tokens unless `capacity` or the properties MAX_PROMPT_LEN and MIN_RESPONSE_LEN raise it. If
+    the default cache keeps traces of rejected tokens beyond the model's own noise, it gets another one and the model's
+    `note` says so: keys quantized by token on a CPU, f16 on a GPU. `prepare` may modify the graph before anything else
+    does. Raises ValueError for a model that cannot be rolled back, RuntimeError if OpenVINO cannot compile it.
     """
     spec = ModelSpec.of(model)
     graph = ov.Core().read_model(spec.folder / "openvino_model.xml")
@@ -275,6 +274,7 @@ def compile_graph(
     known = read_config(folder)
     context, window = context_length(known) or CAPACITY, sliding_window(known)
     kind = device.partition(".")[0]
+    drops_masks = bool(attention_masks.dropped(graph, known))
     text = _check_text(folder)
     try:
         kv_cache.read(graph)  # rejects states that cannot be rolled back
@@ -286,10 +286,10 @@ def compile_graph(
             return PagedModel(graph.clone(), device, properties, capacity)
 
         def with_states(properties: dict) -> Backend:
-            return StatefulModel(graph.clone(), device, properties, capacity, window)
+            return StatefulModel(graph.clone(), device, properties, capacity, window, counts_entries=drops_masks)
 
         if stateful is None:
-            stateful = _is_stateful_by_default(kind, known)
+            stateful = drops_masks or kind not in ("CPU", "GPU")
         if kind == "CPU":
             return _rolled_back(with_states if stateful else paged, properties, text, CPU_CACHE)
         if stateful:
@@ -297,12 +297,6 @@ def compile_graph(
         return _paged_or_with_states(device, paged, with_states, properties, text)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
-
-
-def _is_stateful_by_default(kind: str, config: dict) -> bool:
-    """Whether a model is decoded without paged attention, on this kind of device or because of its architecture."""
-    model_type = text_config(config).get("model_type", config.get("model_type"))
-    return kind not in ("CPU", "GPU") or model_type in WRONG_WHEN_PAGED
 
 
 def _paged_or_with_states(

@@ -22,11 +22,13 @@ class StatefulModel:
     hidden_states = None
     chunk = 1024  # prompt tokens in one forward pass: bounds the memory for activations
 
-    def __init__(self, model: ov.Model, device: str, properties: dict, capacity: int, window: int):
+    def __init__(
+        self, model: ov.Model, device: str, properties: dict, capacity: int, window: int, counts_entries: bool = False
+    ):
         """Modifies `model` in place. `capacity` is the longest sequence, in tokens.
 
         With a sliding `window` shorter than the cache (0 without one), rejected entries are removed by copying, because
-        the window would count hidden entries too.
+        the window would count hidden entries too. So it is if another mask `counts_entries`, such as that of ALiBi.
         """
         self.capacity = capacity
         keep_logits_at(model, axis=1)
@@ -34,7 +36,9 @@ class StatefulModel:
         self._request = compiled.create_infer_request()
         self._index = {name: i for i, port in enumerate(compiled.inputs) for name in port.names}
         room = capacity + capacity // SPARE
-        self._can_hide = not 0 < window < room and {"attention_mask", "position_ids"} <= self._index.keys()
+        self._can_hide = (
+            not 0 < window < room and not counts_entries and {"attention_mask", "position_ids"} <= self._index.keys()
+        )
         self.cache_bytes = room * _bytes_per_token(model, compiled)
         self._mask = np.zeros((1, room), np.int64)  # per entry: 1 = in use
         self._entry = np.zeros(capacity, np.int64)  # the entry of each position

@@ -100,6 +100,7 @@ def check_pair(main: Path, draft: Path, *, npu: bool = False, text: str = SAMPLE
         *_compare_chat_templates(*facts),
         *_compare_context_lengths(*facts),
         *_judge_architectures(*facts),
+        *_judge_attention(*facts),
         *_compare_sizes(*facts),
     ]
     return PairCheck(findings, None if unexported else _fingerprint(facts[0]))
@@ -133,7 +134,11 @@ def _check_head(main: Path, draft: Path) -> PairCheck:
         findings.append(Finding("ok", "vocabulary", message))
     draft_facts = config_facts(draft)
     draft_facts.weight_bytes = (draft / "openvino_model.bin").stat().st_size
-    findings += [*_compare_context_lengths(facts, draft_facts, is_head=True), *_compare_sizes(facts, draft_facts)]
+    findings += [
+        *_compare_context_lengths(facts, draft_facts, is_head=True),
+        *_judge_attention(facts),
+        *_compare_sizes(facts, draft_facts),
+    ]
     return PairCheck(findings, _fingerprint(facts))
 
 
@@ -376,6 +381,19 @@ def _judge_architectures(main: ModelFacts, draft: ModelFacts) -> Iterator[Findin
             yield Finding("error", "architecture", message)
     if not has_error:
         yield Finding("ok", "architecture", f"{main.architecture or 'unknown'} with {draft.architecture or 'unknown'}")
+
+
+def _judge_attention(main: ModelFacts, draft: ModelFacts | None = None) -> Iterator[Finding]:
+    """Paged attention, which GenAI's pipeline and the server need, must keep the attention masks."""
+    effects = {"main": "gives wrong text without an error", "draft": "drafts badly with it"}
+    for role, facts in (("main", main), ("draft", draft)):
+        if facts and (layers := facts.dropped_masks):
+            message = (
+                f"OpenVINO's paged attention drops the position bias or sliding window of {len(layers)} {role} layers, "
+                f"from layer {layers[0]} on, so GenAI's pipeline {effects[role]}; use this project's engine, which "
+                "runs this model without paged attention"
+            )
+            yield Finding("warning", "attention", message)
 
 
 def _compare_sizes(main: ModelFacts, draft: ModelFacts) -> Iterator[Finding]:

@@ -16,7 +16,7 @@ import openvino as ov
 import openvino_genai
 
 from speculative.error_text import engine_lines, one_line
-from speculative.models import gguf_file, vocabulary
+from speculative.models import attention_masks, gguf_file, vocabulary
 from speculative.models.config import context_length, hidden_state_draft, sliding_window, text_config
 from speculative.models.eagle3_graph import is_head
 from speculative.models.vocabulary import Vocabulary, valid_id
@@ -63,6 +63,7 @@ class ModelFacts:
     chat_template: str = ""
     context_length: int | None = None  # tokens
     sliding_window: int = 0  # tokens; 0 without one
+    dropped_masks: list[int] = field(default_factory=list)  # layers whose mask paged attention drops; IR only
     architecture: str = ""
     encoder_decoder: bool = False
     logits_width: int | None = None  # number of logits; may be padded beyond the tokenizer's vocabulary
@@ -104,7 +105,8 @@ def ir_facts(folder: Path) -> ModelFacts:
     facts.logits_width = width.get_length() if width.is_static else None
     if (folder / "tokenizer.json").is_file():
         facts.rules = _tokenizer_rules(_read_json(folder / "tokenizer.json"))
-    _read_config(facts)
+    config = _read_config(facts)
+    facts.dropped_masks = attention_masks.dropped(model, config)
     return facts
 
 
@@ -291,10 +293,12 @@ def _weight_bytes(xml: Path) -> int:
     return extent.bytes
 
 
-def _read_config(facts: ModelFacts) -> None:
+def _read_config(facts: ModelFacts) -> dict:
     if not (facts.folder / "config.json").is_file():
-        return
-    _take_config(facts, _read_json(facts.folder / "config.json"))
+        return {}
+    config = _read_json(facts.folder / "config.json")
+    _take_config(facts, config)
+    return config
 
 
 def _take_config(facts: ModelFacts, config: dict) -> None:

@@ -8,14 +8,18 @@ from importlib.metadata import version
 
 import numpy as np
 import openvino_genai
+import pytest
 from packaging.version import parse
 
 from speculative.decoder import Decoder
+from speculative.decoder import load as load_decoder
 from speculative.drafting.policy import AdaptiveDraftLength, Costs, FixedDraftLength
 from speculative.drafting.proposers import DraftModelProposer
 from speculative.models import cached_model
 from speculative.models.spec import ModelSpec
-from tests.support.later import Later
+from speculative.pair.check import check_pair
+from tests.support.later import Later, torch, transformers
+from tests.support.tiny_checkpoints import DROPPED_MASKS
 
 exporter = Later("optimum.exporters.openvino.model_configs")
 PROMPT = "def read_file(path):"
@@ -42,7 +46,7 @@ def test_native_engine_generates_the_same_tokens_as_genai(architecture, tiny_pai
     """On both caches, with a bad draft and a perfect one, for fixed and adaptive draft lengths."""
     pair = tiny_pair(architecture)
     expected, _ = generate(openvino_genai.LLMPipeline(str(pair / "main"), "CPU", **EXACT))
-    prompt = openvino_genai.Tokenizer(str(pair / "main")).encode(PROMPT, add_special_tokens=False).input_ids.data[0]
+    prompt = ids_of(PROMPT, pair)
     config = openvino_genai.GenerationConfig(max_new_tokens=NEW_TOKENS, ignore_eos=True)
     for stateful in (False, True):
         main = cached_model.load(ModelSpec(pair / "main", "CPU", EXACT), stateful=stateful)
@@ -54,6 +58,32 @@ def test_native_engine_generates_the_same_tokens_as_genai(architecture, tiny_pai
                 result = Decoder(main, draft, rule).generate(prompt, config)
                 assert result.tokens == expected
                 assert result.acceptance_rate > 0.9 or folder == "draft"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", DROPPED_MASKS)
+def test_model_whose_masks_paged_attention_drops_is_decoded_with_states(name, tiny_pair):
+    """GenAI's pipeline gives the checkpoint's text without paged attention only: docs/upstream.md."""
+    pair = tiny_pair(name)
+    expected, _ = generate(openvino_genai.LLMPipeline(str(pair / "main"), "CPU", ATTENTION_BACKEND="SDPA", **EXACT))
+    checkpoint = transformers.AutoModelForCausalLM.from_pretrained(pair.parent / "checkpoints/main")
+    length = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "pad_token_id": 0}
+    prompt = torch.from_numpy(ids_of(PROMPT, pair))[None]
+    found = checkpoint.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, **length)
+    assert found[0, prompt.shape[1] :].tolist() == expected and len(set(expected)) > 8
+    paged, _ = generate(openvino_genai.LLMPipeline(str(pair / "main"), "CPU", **EXACT))
+    assert paged != expected
+    model = load_decoder(ModelSpec(pair / "main", "CPU", EXACT), ModelSpec(pair / "draft", "CPU", EXACT))
+    config = openvino_genai.GenerationConfig(max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    assert model.generate(prompt[0].numpy(), config).tokens == expected
+    attention = next(
+        finding for finding in check_pair(pair / "main", pair / "draft").findings if finding.what == "attention"
+    )
+    assert attention.level == "warning" and "GenAI's pipeline gives wrong text" in attention.message
+
+
+def ids_of(text, pair):
+    return openvino_genai.Tokenizer(str(pair / "main")).encode(text, add_special_tokens=False).input_ids.data[0]
 
 
 def generate(pipeline, **options):
