@@ -199,6 +199,39 @@ def test_restart_leaves_no_process_that_ray_starts_meanwhile(tmp_path):
     assert left == []
 
 
+FAILED_START = """
+import os, subprocess, sys, time
+from types import SimpleNamespace
+from speculative.serving.ray_serve import ray_runtime
+
+def init(*_, **__):
+    subprocess.run([sys.executable, __file__, "raylet"])
+    raise RuntimeError("timed out")
+
+if ray_runtime.STARTS_VARIABLE in os.environ:
+    sys.exit()
+if sys.argv[1:] == ["raylet"]:  # starts its agent and dies
+    subprocess.Popen([sys.executable, __file__, "agent"])
+elif sys.argv[1:]:
+    time.sleep(600)
+else:
+    sys.modules["ray"] = SimpleNamespace(init=init)
+    ray_runtime._start(8001, None)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems keep no orphans below a process")
+def test_restart_leaves_no_process_of_a_dead_raylet(tmp_path):
+    """A raylet whose agents need more than 15 s to start dies. An agent that it left kept the metrics port."""
+    program = tmp_path / "program.py"
+    program.write_text(FAILED_START, encoding="utf-8")
+    subprocess.run([sys.executable, program], check=True, timeout=PATIENCE, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    left = [one for one in psutil.process_iter(["cmdline"]) if str(program) in (one.info["cmdline"] or [])]
+    for one in left:
+        one.kill()
+    assert left == []
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="Ray's clusters are for Linux")
 def test_serving_rayservice_config_with_serve_run(tmp_path, monkeypatch):
     """`serve run` deploys the config as KubeRay's operator does. The model is small and there is one replica."""

@@ -4,6 +4,7 @@ A local instance listens on this machine only, requires a token, sends no teleme
 folder, and ends with this process, however that ends.
 """
 
+import ctypes
 import logging
 import os
 import secrets
@@ -29,6 +30,7 @@ PING_SECONDS, MAX_MISSED_PINGS = 2.0, 3  # seconds between pings of Ray's head, 
 RESTARTED_VARIABLE = "SPECULATIVE_RESTARTED"  # set in the environment of a process restarted after losing Ray
 STARTS_VARIABLE, MAX_STARTS = "SPECULATIVE_RAY_STARTS", 3  # Ray allows 30 s for a start, too little on a busy machine
 ORIGINAL_ENV = dict(os.environ)  # before Ray adds to it
+PR_SET_CHILD_SUBREAPER = 36  # Linux 3.4: orphans below this process become its children (man 2 prctl)
 MAX_FOLDER = 22  # characters of the temporary folder
 OBJECT_STORE = 128 << 20  # bytes; only small objects are passed between processes
 COMMON_ENV = {
@@ -139,6 +141,7 @@ def _join(address: str) -> None:
 def _start(metrics_port: int, folder: str | None) -> None:
     import ray
 
+    _adopt_orphans()
     try:
         ray.init(
             "local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
@@ -162,6 +165,12 @@ def _restart(folder: str | None, environment: dict[str, str]) -> NoReturn:
     if os.name == "nt":  # where `execve` ends this process before the new one, and splits arguments at spaces
         sys.exit(subprocess.run(command, env=environment, check=False).returncode)
     os.execve(sys.executable, command, environment)
+
+
+def _adopt_orphans() -> None:
+    """Keep what a raylet that dies leaves below this process, so that it is found and killed with the rest."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
 
 
 def _suspended_descendants() -> list[psutil.Process]:
