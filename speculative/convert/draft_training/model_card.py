@@ -46,7 +46,7 @@ PRUNED = {
 {angular_distance:.2f} pi on average |""",
     "use": """\
 `openvino_model.xml` is an ordinary draft model for OpenVINO (this project, OpenVINO GenAI) on any device. Its weights
-are int8. `checkpoint/` holds the same model for transformers and other readers of Llama checkpoints.""",
+are int8. `checkpoint/` holds the same model for transformers, with the main model's architecture.""",
     "made_of": "made from its weights and trained on its output",
 }
 KINDS = {"eagle3": EAGLE3, "pruned": PRUNED}
