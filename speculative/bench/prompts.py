@@ -133,6 +133,11 @@ def _json_prompt(line: str, number: int) -> Prompt:
         raise ValueError('has neither a string "prompt" nor a list of strings "turns"')
     if content.get("prompt") not in (None, turns[0]):
         raise ValueError('has a "prompt" that differs from its first turn')
+    try:
+        "".join(turns).encode()
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start])
+        raise ValueError(f"has half a character, {half}") from None
     schema = content.get("json_schema")
     if not isinstance(schema, (dict, type(None))):
         raise ValueError('has a "json_schema" that is no object')

@@ -800,6 +800,8 @@ def test_invalid_options_give_one_sentence_error(refuses, main, tmp_path):
     assert "has 1 different prompts" in refuses(2, main, out, "--prompts", prompts)
     prompts.write_text('{"prompt": 5}\n' * 12)
     assert "is not a JSONL file of prompts" in refuses(2, main, out, "--prompts", prompts)
+    prompts.write_text('{"prompt": "Write a poem \\ud83d"}\n' * 12)
+    assert "has a prompt with half a character, '\\ud83d'; fix" in refuses(2, main, out, "--prompts", prompts)
     assert "tokens need up to" in refuses(1, main, out, "--tokens", 10**12)
     assert not out.exists() or not (out / "draft.json").exists()
 

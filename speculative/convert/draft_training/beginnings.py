@@ -74,6 +74,10 @@ def read_prompts(file: Path) -> list[Prompt]:
             raise TypeError
         rows_read = [Prompt(row["prompt"], str(row.get("category") or "")) for row in rows]
         prompts = list({prompt.text: prompt for prompt in rows_read}.values())
+        "".join(prompt.text for prompt in prompts).encode()
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start])
+        raise ConvertError(f"{file} has a prompt with half a character, {half}; fix or remove the line", 2) from error
     except OSError as error:
         raise ConvertError(f"{file} cannot be read ({error.strerror}); give a file with --prompts", 2) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
