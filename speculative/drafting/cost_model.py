@@ -90,7 +90,8 @@ def _measure_seconds(
     OpenVINO prepares the pass again. After `enough_seconds` seconds, two repetitions suffice. Clears both KV caches."""
     models = [main, *([draft] if draft else [])]
     max_tokens = max(n for n, _ in counts)
-    context = max(1, min(CONTEXT, *(model.capacity - max_tokens for model in models)))
+    least = 2 if isinstance(draft, EagleHead) else 1  # a head has no logits after a single token
+    context = max(least, min(CONTEXT, *(model.capacity - max_tokens for model in models)))
     tokens = (np.arange(context + max_tokens, dtype=np.int64) * 7919 + 1) % min(model.vocab_size for model in models)
     for model in models:
         model.logits(tokens[:context])

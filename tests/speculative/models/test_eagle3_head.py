@@ -252,6 +252,23 @@ def test_load_recognises_a_head(folders, tmp_path, monkeypatch):
     assert decoder.generate(PROMPT, GenerationConfig(max_new_tokens=20, ignore_eos=True), seed=1).tokens
 
 
+@pytest.mark.parametrize("capacity", [4, 18, 65])
+def test_costs_are_measured_in_a_small_capacity(folders, monkeypatch, tmp_path, capacity):
+    for variable in ("XDG_CACHE_HOME", "LOCALAPPDATA"):
+        monkeypatch.setenv(variable, str(tmp_path))  # with costs from another capacity nothing is measured
+    main, draft = (ModelSpec(folder, "CPU", EXACT) for folder in folders)
+    monkeypatch.setattr("openvino_genai.Tokenizer", lambda folder: None)
+    for module in ("decoder", "batch_decoder"):
+        monkeypatch.setattr(f"speculative.{module}.stop_ids_of", lambda *_: frozenset())
+    config = GenerationConfig(max_new_tokens=2, ignore_eos=True)
+    assert len(load(main, draft, capacity=capacity).generate(PROMPT[:2], config).tokens) == 2
+    batch = batch_decoder.load(main, draft, cache_tokens=capacity)
+    request = batch.add_request(PROMPT[:2], config)
+    while batch.has_unfinished_requests:
+        batch.step()
+    assert len(request.result.tokens) == 2
+
+
 def without_taps(model, named="layers."):
     for node in model.get_ordered_ops():
         if named in node.get_friendly_name():
