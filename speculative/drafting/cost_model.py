@@ -167,6 +167,8 @@ def load_or_measure(name: str, main: CachedModel, draft: CachedModel | EagleHead
     Fixed costs make draft lengths, and with a seed the text, reproducible. Costs measured on a busy machine are
     therefore kept, too. Without a seed, decoding corrects them by its own timings.
     """
+    if (capacity := min(model.capacity for model in (main, draft) if model)) < CONTEXT + max(MEASURED):
+        name += f", {capacity} tokens"  # which leave no room for the longest passes
     file = folder / f"costs-{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
     if costs := _read_cached(file):
         return costs

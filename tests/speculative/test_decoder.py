@@ -584,6 +584,15 @@ def test_load_measures_costs_once_and_caches_them(folders, tmp_path):
     assert list(tmp_path.glob("costs-*")) == kept
 
 
+def test_costs_of_a_small_capacity_are_cached_apart(tmp_path):
+    """It has no room for long passes, which would seem to cost no more than short ones, whatever the capacity."""
+    main = ModelSpec(DRAFT, "CPU", {"CACHE_DIR": str(tmp_path)})
+    small, full, again = (
+        decoder.load(main, max_ngram_size=4, capacity=capacity).draft_length.costs for capacity in (8, None, 8)
+    )
+    assert max(small.main) < 8 and set(full.main) == set(cost_model.MEASURED) and again == small
+
+
 def test_costs_measured_under_load_are_measured_again(monkeypatch):
     """If they were cached, they would cause wrong draft lengths for as long as the models stay the same."""
     quiet = {n: 0.003 + 0.0003 * n for n in cost_model.MEASURED}
