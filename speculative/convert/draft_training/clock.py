@@ -66,6 +66,11 @@ class Clock:
         earlier = sum(self.spent.get(stage, 0.0) for stage, end in ENDS.items() if end <= ENDS[name])
         return max(0.0, ENDS[name] * self.seconds - earlier)
 
+    @property
+    def used_minutes(self) -> float:
+        """The budget that the stages before the verdict have used up."""
+        return sum(self.spent.get(stage, 0.0) for stage in ENDS) / ENDS["training"] / 60
+
     def _save(self) -> None:
         atomic_write(self._file, json.dumps(self.spent, indent=1))
 

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.metadata
 import json
+import math
 import shutil
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -120,7 +121,8 @@ class _Stages:
         is_compared = record and self.compared.items() <= record["verdict"].get("content of --compare", {}).items()
         if is_compared and not self.clock.remaining("training") and not self.unfinished.exists():
             print("\n".join(verdict.lines(record["verdict"])))
-            print(f"{self.options.out} is complete; a larger --minutes continues the training")
+            minutes = math.ceil(10 * self.clock.used_minutes) / 10
+            print(f"{self.options.out} is complete; --minutes above {minutes:g} continues the training")
             return
         self._require_space()
         with self.clock.stage("texts"):
