@@ -136,8 +136,8 @@ def _json_prompt(line: str, number: int) -> Prompt:
     try:
         "".join(turns).encode()
     except UnicodeEncodeError as error:
-        half = ascii(error.object[error.start])
-        raise ValueError(f"has half a character, {half}") from None
+        surrogate = ascii(error.object[error.start])
+        raise ValueError(f"has an unpaired surrogate, {surrogate}") from None
     schema = content.get("json_schema")
     if not isinstance(schema, (dict, type(None))):
         raise ValueError('has a "json_schema" that is no object')

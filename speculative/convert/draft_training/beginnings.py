@@ -76,8 +76,10 @@ def read_prompts(file: Path) -> list[Prompt]:
         prompts = list({prompt.text: prompt for prompt in rows_read}.values())
         "".join(prompt.text for prompt in prompts).encode()
     except UnicodeEncodeError as error:
-        half = ascii(error.object[error.start])
-        raise ConvertError(f"{file} has a prompt with half a character, {half}; fix or remove the line", 2) from error
+        surrogate = ascii(error.object[error.start])
+        raise ConvertError(
+            f"{file} has a prompt with an unpaired surrogate, {surrogate}; fix or remove the line", 2
+        ) from error
     except OSError as error:
         raise ConvertError(f"{file} cannot be read ({error.strerror}); give a file with --prompts", 2) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:

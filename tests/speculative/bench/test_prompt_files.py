@@ -97,7 +97,7 @@ def test_json_lines_allow_any_suffix_case_and_nulls(tmp_path, name):
         ('{"prompt": "a", "turns": ["b"]}', "line 2 .* differs"),
         ('{"prompt": "first"}', "line 2 .* repeats the prompt of line 1"),
         (b'{"prompt": "\xff"}', "line 2 .* is not UTF-8"),
-        ('{"turns": ["a", "cut \\ud83d"]}', r"line 2 .* has half a character, '\\ud83d': fix or remove"),
+        ('{"turns": ["a", "cut \\ud83d"]}', r"line 2 .* has an unpaired surrogate, '\\ud83d': fix or remove"),
     ],
 )
 def test_invalid_line_is_named(tmp_path, line, reason):
