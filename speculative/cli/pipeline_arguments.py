@@ -19,6 +19,7 @@ from speculative.cli.console import ALL_TOKENS, fail, say
 from speculative.cli.number_types import decimal, seed_number, whole_number
 from speculative.cli.parser import DRAFT_DEVICE, Parser
 from speculative.cli.properties import PROPERTY
+from speculative.models import attention_masks
 from speculative.models.config import context_length, read_config
 from speculative.models.eagle3_graph import check_head, is_head
 from speculative.pair import devices, one_thread, recommendation
@@ -320,6 +321,12 @@ def check_models(models: dict[str, tuple[Path, str, dict]], engine: str, elsewhe
             fail(f"{role}: {error}")
         if crash := one_thread.warning(folder, device, properties):
             say(f"warning: {crash}")
+        is_paged = "NPU" not in device and properties.get("ATTENTION_BACKEND") != "SDPA"
+        if role == "main" and engine == GENAI and is_paged and attention_masks.dropped_of(folder):
+            say(
+                f"warning: OpenVINO's paged attention drops the position bias or sliding window of {folder}, so its "
+                "text will be wrong: use samples/speculative_sampling_lm.py, whose engine decodes it without"
+            )
     if "draft" in models:
         check_pair(models["main"][0], models["draft"][0], engine)
 

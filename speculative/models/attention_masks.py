@@ -5,12 +5,14 @@ ALiBi slopes (Press et al. 2022, arXiv 2108.12409) that it recognizes in the gra
 error, and the logits are wrong: ALiBi of MPT and Falcon, windows of GPT-Neo (2026.4.1; docs/upstream.md).
 """
 
+from pathlib import Path
+
 import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 from openvino._offline_transformations import paged_attention_transformation
 
-from speculative.models.config import context_length, text_config
+from speculative.models.config import context_length, read_config, text_config
 
 KEPT = {  # model types whose tokens with paged attention equal those without (tests/speculative/models, with --long)
     *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi", "phi3", "gemma2", "gemma3_text"),
@@ -29,7 +31,7 @@ def dropped(graph: ov.Model, config: dict) -> list[int]:
     These are the layers whose last token does not attend to all tokens alike, and for which the transformation found
     neither a window nor slopes. Empty, too, if the graph cannot be transformed or its masks cannot be computed.
     """
-    if text_config(config).get("model_type", config.get("model_type")) in KEPT:
+    if _is_kept(config):
         return []
     try:
         rows = _last_rows(graph.clone(), min(TOKENS, context_length(config) or TOKENS))
@@ -47,6 +49,16 @@ def dropped(graph: ov.Model, config: dict) -> list[int]:
     ]
 
 
+def dropped_of(folder: Path) -> list[int]:
+    """`dropped` for the model in an IR folder, which is not read if its type is known."""
+    config = read_config(folder)
+    return [] if _is_kept(config) else dropped(ov.Core().read_model(folder / "openvino_model.xml"), config)
+
+
+def _is_kept(config: dict) -> bool:
+    return text_config(config).get("model_type", config.get("model_type")) in KEPT
+
+
 def _last_rows(graph: ov.Model, tokens: int) -> list[np.ndarray]:
     """For each attention, the mask of the last of `tokens` tokens. Changes `graph`."""
     attentions = []
@@ -55,7 +67,8 @@ def _last_rows(graph: ov.Model, tokens: int) -> list[np.ndarray]:
             attentions.append(node)
         if node.get_type_name() == "ReadValue":  # an empty KV cache
             batch, *others = (size.get_length() if size.is_static else -1 for size in node.get_output_partial_shape(0))
-            empty = ops.constant(np.zeros([abs(batch), *(max(size, 0) for size in others)], np.float32))
+            shape = [abs(batch), *(max(size, 0) for size in others)]
+            empty = ops.convert(np.zeros(shape, np.float32), node.get_output_element_type(0).get_type_name())
             for reader in node.output(0).get_target_inputs():
                 reader.replace_source_output(empty.output(0))
     masks = [node.input_value(MASK) for node in attentions if len(node.inputs()) > MASK]

@@ -389,9 +389,8 @@ def _judge_attention(main: ModelFacts, draft: ModelFacts | None = None) -> Itera
     for role, facts in (("main", main), ("draft", draft)):
         if facts and (layers := facts.dropped_masks):
             message = (
-                f"OpenVINO's paged attention drops the position bias or sliding window of {len(layers)} {role} layers, "
-                f"from layer {layers[0]} on, so GenAI's pipeline {effects[role]}; use this project's engine, which "
-                "runs this model without paged attention"
+                f"OpenVINO's paged attention drops the position bias or sliding window of {role} from layer "
+                f"{layers[0]} on, so GenAI's pipeline {effects[role]}; use this project's engine, which runs it without"
             )
             yield Finding("warning", "attention", message)
 

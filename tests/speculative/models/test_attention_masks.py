@@ -8,24 +8,18 @@ from openvino import opset13 as ops
 from speculative.modelgen import llama_ir
 from speculative.models import attention_masks, cached_model
 from speculative.models.spec import ModelSpec
+from speculative.pair.check import check_pair
+from tests.support.paths import MAIN
+from tests.support.position_bias import add_position_bias, save_with_position_bias
 from tests.support.tiny_checkpoints import ARCHITECTURES
-from tests.support.tiny_llama import HEADS, save_tiny_llama, tiny_llama
+from tests.support.tiny_llama import save_tiny_llama, tiny_llama
 
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}
 TOKENS = np.arange(40) % 8
 
 
 def with_position_bias(layers, slope=0.5):
-    """A tiny Llama of two layers, in some of which later tokens get more attention, for each head by another slope."""
-    graph = llama_ir.build(tiny_llama(0, layers=2))
-    attentions = [node for node in graph.get_ordered_ops() if node.get_type_name() == "ScaledDotProductAttention"]
-    for layer in layers:
-        mask = attentions[layer].input_value(3)
-        keys = ops.gather(ops.shape_of(mask), np.int64(3), np.int64(0))
-        slopes = slope * np.arange(1, HEADS + 1, dtype=np.float32).reshape(1, HEADS, 1, 1)
-        bias = ops.multiply(slopes, ops.range(np.int64(0), keys, np.int64(1), "f32"))
-        attentions[layer].input(3).replace_source_output(ops.add(mask, bias).output(0))
-    return graph
+    return add_position_bias(llama_ir.build(tiny_llama(0, layers=2)), layers, slope)
 
 
 @pytest.mark.parametrize("layers", [[], [0], [1], [0, 1]])
@@ -68,3 +62,19 @@ def test_known_model_types_are_not_examined():
 def test_known_model_types_are_tested():
     """test_architectures.py compares their tokens with and without paged attention."""
     assert {architecture["type"] for architecture in ARCHITECTURES.values()} >= attention_masks.KEPT
+
+
+def test_dropped_masks_are_a_warning_of_the_pair_check(tmp_path):
+    folder = save_with_position_bias(tmp_path / "biased")
+    findings = [finding for finding in check_pair(MAIN, folder).findings if finding.what == "attention"]
+    assert [finding.level for finding in findings] == ["warning"]
+    assert "of draft from layer 0 on, so GenAI's pipeline drafts badly" in findings[0].message
+    assert not [finding for finding in check_pair(MAIN, MAIN).findings if finding.what == "attention"]
+
+
+@pytest.mark.parametrize("options", [[], ["--property", "ATTENTION_BACKEND=SDPA"]])
+def test_sample_on_genai_warns_of_dropped_masks(run_here, tmp_path, options):
+    folder = save_with_position_bias(tmp_path / "biased")
+    done = run_here("samples/greedy_causal_lm.py", folder, "def f(x):", "--max-new-tokens", 2, *options)
+    assert done.returncode == 0, done.stderr
+    assert ("paged attention drops the position bias" in done.stderr) == (not options)
