@@ -36,10 +36,8 @@ class Layer:
     gate: Matrix  # [intermediate, hidden]
     up: Matrix
     down: Matrix  # [hidden, intermediate]
-    biases: dict[str, np.ndarray] = field(
-        default_factory=dict
-    )  # Qwen2: of "q", "k" and "v", float32 [heads * head_dim]
-    head_norms: dict[str, np.ndarray] = field(default_factory=dict)  # Qwen3: of "q" and "k", float32 [head_dim]
+    biases: dict[str, np.ndarray] = field(default_factory=dict)  # Qwen2: of "q", "k", "v", float32 [outputs]
+    head_norms: dict[str, np.ndarray] = field(default_factory=dict)  # Qwen3: of "q", "k", float32 [head_dim]
 
 
 MATRICES = {

@@ -1,4 +1,4 @@
-"""Pair check: compares main and draft model token by token, in seconds, without compiling anything.
+"""Pair check: compares main and draft model token by token, in seconds, without compiling them.
 
     check = check_pair(Path("models/embedded/main"), Path("models/embedded/draft"))
     for finding in check.findings:
