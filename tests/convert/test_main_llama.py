@@ -14,7 +14,7 @@ from speculative.convert.errors import ConvertError
 from speculative.modelgen import llama_ir
 from tests.support.later import Later, torch, transformers
 from tests.support.tiny_checkpoints import run_optimum_here, save_checkpoint, train_tokenizer
-from tests.support.tiny_main import of_architecture, save_tiny_main, tiny_main
+from tests.support.tiny_main import logits_of, of_architecture, save_tiny_main, tiny_main
 
 pruned_model, torch_llama, torch_main = (
     Later(f"speculative.convert.draft_training.{name}") for name in ("pruned_model", "torch_llama", "torch_main")
@@ -27,13 +27,6 @@ TOKENS = np.arange(0, 384, 16)
 def main(request, tmp_path_factory):
     folder = save_tiny_main(tmp_path_factory.mktemp(request.param) / "main", architecture=request.param)
     return MainModel(ModelSpec(folder, "CPU", EXACT)), request.param
-
-
-def logits_of(graph, tokens=TOKENS):
-    n = len(tokens)
-    inputs = {"input_ids": tokens[None], "attention_mask": np.ones((1, n), np.int64)}
-    inputs |= {"position_ids": np.arange(n)[None], "beam_idx": np.zeros(1, np.int32)}
-    return ov.Core().compile_model(graph, "CPU", EXACT)(inputs)["logits"][0]
 
 
 def torch_logits(model, tokens=TOKENS):
@@ -51,13 +44,14 @@ def test_pruned_model_equals_main_model_without_other_layers(main, layers, tmp_p
     kind = Pruned(model, 2)
     kind.check()
     whole = of_architecture(tiny_main(model.vocabulary), architecture)
-    expected = logits_of(llama_ir.build(replace(whole, layers=[whole.layers[i] for i in layers])))
+    expected = logits_of(llama_ir.build(replace(whole, layers=[whole.layers[i] for i in layers])), TOKENS)
     if len(layers) == 4:
-        assert (expected == logits_of(model.graph)).all()
+        assert (expected == logits_of(model.graph, TOKENS)).all()
     built = torch_llama.build(kind.llama, layers)
     assert built.config.model_type == architecture
     assert error(torch_logits(built), expected) < 0.005
-    assert error(logits_of(llama_ir.build(pruned_model.in_numbers(built))), expected) < 0.05  # as it is exported
+    exported = llama_ir.build(pruned_model.in_numbers(built))
+    assert error(logits_of(exported, TOKENS), expected) < 0.05
     built.save_pretrained(tmp_path / "checkpoint")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype=torch.float32)
     assert (torch_logits(again) == torch_logits(built)).all()
@@ -79,7 +73,7 @@ def test_biases_and_head_norms_matter(left_out):
     """So that the tests above would show a training that leaves them out."""
     whole = of_architecture(tiny_main(384), {"biases": "qwen2", "head_norms": "qwen3"}[left_out])
     without = replace(whole, layers=[replace(layer, **{left_out: {}}) for layer in whole.layers])
-    assert error(logits_of(llama_ir.build(without)), logits_of(llama_ir.build(whole))) > 0.05
+    assert error(*(logits_of(llama_ir.build(model), TOKENS) for model in (without, whole))) > 0.05
 
 
 def test_attention_with_biases_and_head_norms_is_refused(tmp_path):

@@ -43,7 +43,7 @@ from speculative.pair.check import check_pair
 from tests.support.later import Later, torch, transformers
 from tests.support.paths import MAIN, ROOT
 from tests.support.tiny_checkpoints import run_optimum_here
-from tests.support.tiny_main import save_tiny_main, tiny_main
+from tests.support.tiny_main import logits_of, save_tiny_main, tiny_main
 from tests.support.waiting import PATIENCE, wait_until
 
 head, pruned_model = (Later(f"speculative.convert.draft_training.{name}") for name in ("head", "pruned_model"))
@@ -309,13 +309,6 @@ def pruned(main, made, tmp_path_factory):
 
 def kind_of(folder, kept=2):
     return Pruned(MainModel(ModelSpec(folder, "CPU", EXACT)), kept)
-
-
-def logits_of(graph, tokens):
-    n = len(tokens)
-    inputs = {"input_ids": tokens[None], "attention_mask": np.ones((1, n), np.int64)}
-    inputs |= {"position_ids": np.arange(n)[None], "beam_idx": np.zeros(1, np.int32)}
-    return ov.Core().compile_model(graph, "CPU", EXACT)(inputs)["logits"][0]
 
 
 def test_pruned_model_keeps_yarn_attention_scaling(tmp_path):

@@ -55,3 +55,12 @@ def save_tiny_main(
     config = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 128, "eos_token_id": 0, **sizes}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
+
+
+def logits_of(graph: openvino.Model, tokens: np.ndarray) -> np.ndarray:
+    """Logits float32 [tokens, vocabulary] after each of the tokens, computed in f32."""
+    n = len(tokens)
+    inputs = {"input_ids": tokens[None], "attention_mask": np.ones((1, n), np.int64)}
+    inputs |= {"position_ids": np.arange(n)[None], "beam_idx": np.zeros(1, np.int32)}
+    compiled = openvino.Core().compile_model(graph, "CPU", {"EXECUTION_MODE_HINT": "ACCURACY"})
+    return compiled(inputs)["logits"][0]
