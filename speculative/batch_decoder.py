@@ -20,6 +20,7 @@ that computed them has ended. Only full blocks of verified tokens are shared.
 import threading
 import time
 from collections.abc import Callable, Mapping
+from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -607,8 +608,8 @@ def load(
     ValueError for a model or device without paged attention.
     """
     check_ngram_size(max_ngram_size)
-    if past_answers < 0:
-        raise ValueError(f"past_answers is {past_answers}, but must be at least 0 tokens")
+    if not (isinstance(past_answers, Integral) and past_answers >= 0):
+        raise ValueError(f"past_answers is {past_answers!r}, but must be a whole number of tokens from 0")
     if past_answers and not max_ngram_size:
         raise ValueError("past_answers are for suffix decoding: pass max_ngram_size, too")
     check_capacity("cache_tokens", cache_tokens)

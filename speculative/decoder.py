@@ -381,8 +381,10 @@ def grammars_of(tokenizer: openvino_genai.Tokenizer | None, vocab_size: int) -> 
 
 def check_ngram_size(max_ngram_size: int | None) -> None:
     """Raise ValueError for a longest match of suffix decoding that has no tokens."""
-    if max_ngram_size is not None and max_ngram_size < 1:
-        raise ValueError(f"max_ngram_size is {max_ngram_size}, but must be at least 1 ({LONGEST_MATCH} is typical)")
+    if max_ngram_size is not None and not (isinstance(max_ngram_size, Integral) and max_ngram_size >= 1):
+        raise ValueError(
+            f"max_ngram_size is {max_ngram_size!r}, but must be a whole number from 1 ({LONGEST_MATCH} is typical)"
+        )
 
 
 def _cache_findings(main: CachedModel, draft: Proposer | None) -> str:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from speculative.pair.model_info import require_runnable
 
+MIN_CAPACITY = 4  # tokens, which the check of rollback takes
+
 
 @contextmanager
 def explained(main: Path, draft: Path | None) -> Iterator[None]:
@@ -22,6 +24,6 @@ def explained(main: Path, draft: Path | None) -> Iterator[None]:
 
 
 def check_capacity(name: str, tokens: int | None) -> None:
-    """Raise ValueError for a capacity that is none; None stands for the default."""
-    if tokens is not None and not (isinstance(tokens, Integral) and tokens >= 1):
-        raise ValueError(f"{name} is {tokens!r}, but must be a whole number of tokens from 1")
+    """Raise ValueError for a capacity in which no model can be loaded; None stands for the default."""
+    if tokens is not None and not (isinstance(tokens, Integral) and tokens >= MIN_CAPACITY):
+        raise ValueError(f"{name} is {tokens!r}, but must be a whole number of tokens from {MIN_CAPACITY}")

@@ -36,10 +36,10 @@ def test_unusable_folder_is_named(loads, folders, words):
         loads(*folders)
 
 
-@pytest.mark.parametrize("tokens", [0, -1, 100.5, "8"])
+@pytest.mark.parametrize("tokens", [0, -1, 3, 100.5, "8"])
 def test_capacity_is_a_number_of_tokens(tokens):
     for loads, name in ((load, "capacity"), (load_batch, "cache_tokens")):
-        with pytest.raises(ValueError, match=f"{name} is .*, but must be a whole number of tokens from 1"):
+        with pytest.raises(ValueError, match=f"{name} is .*, but must be a whole number of tokens from 4"):
             loads(DRAFT, **{name: tokens})
 
 

@@ -430,6 +430,7 @@ def test_no_blocks_are_shared_without_prefix_cache(noisy_draft):
         (dict(max_ngram_size=0), "max_ngram_size is 0"),
         (dict(past_answers=100), "pass max_ngram_size, too"),
         (dict(max_ngram_size=16, past_answers=-1), "past_answers is -1"),
+        (dict(max_ngram_size=16, past_answers=1.5), "past_answers is 1.5"),
     ],
 )
 def test_invalid_draft_sources_are_rejected(options, word):

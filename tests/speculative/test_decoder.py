@@ -497,6 +497,7 @@ def test_chat_requires_a_tokenizer(models, chat):
     ("options", "word"),
     [
         (dict(max_ngram_size=0), "max_ngram_size is 0"),
+        (dict(max_ngram_size=2.5), "max_ngram_size is 2.5"),
     ],
 )
 def test_invalid_draft_sources_are_rejected(options, word):
