@@ -25,6 +25,7 @@ from speculative.models.spec import ModelSpec
 from speculative.pair.draft_limits import native_limit
 from speculative.pair.engines import NATIVE
 from speculative.pair.recommendation import ALONE, SUFFIX
+from speculative.pair.usable import MIN_CAPACITY
 from speculative.serving import resources
 from speculative.serving.http import tracing
 from speculative.serving.http.middleware import digest
@@ -141,7 +142,9 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
             "KV-cache size in tokens, for all requests of a replica together (default: %(default)s)",
         ),
     ):
-        argument = group.add_argument(name, type=whole_number(1, LARGEST), default=default, metavar="N", help=meaning)
+        least = MIN_CAPACITY if name == "--cache-tokens" else 1
+        number = whole_number(least, LARGEST)
+        argument = group.add_argument(name, type=number, default=default, metavar="N", help=meaning)
         former_options.accept(group, argument, *FORMER_OPTIONS.get(name, ()))
     group.add_argument(
         "--no-prefix-cache", dest="prefix_cache", action="store_false",

@@ -963,9 +963,10 @@ def test_error_names_the_range_of_a_time_limit(monkeypatch, capsys, seconds):
     [
         (("--past-answers", 100), "add --suffix-decoding"),
         (("--suffix-decoding", "--past-answers", 0), "'0' is not a whole number from 1"),
+        (("--cache-tokens", 3), "'3' is not a whole number from 4"),
     ],
 )
-def test_invalid_suffix_decoding_options_are_rejected(monkeypatch, capsys, given, word):
+def test_invalid_numbers_of_tokens_are_rejected(monkeypatch, capsys, given, word):
     with pytest.raises(SystemExit) as end:
         parsed_arguments(monkeypatch, *given)
     errors = capsys.readouterr().err
