@@ -419,7 +419,7 @@ def test_pruned_draft_is_an_ordinary_model(main, pruned):
         expected = checkpoint(torch.from_numpy(tokens)[None]).logits[0].numpy()
     found = logits_of(ov.Core().read_model(pruned / "openvino_model.xml"), tokens)
     assert checkpoint.config.num_hidden_layers == 2
-    assert np.abs(found - expected).max() < 0.1 * expected.std()
+    assert np.std(found - expected) < 0.03 * np.std(expected)  # int8 rounding gives 0.012
 
 
 def test_verdict_has_categories_and_compares_other_drafts(pruned, made):
