@@ -38,7 +38,7 @@ def error(found, expected):
     return np.linalg.norm(found - expected) / np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("layers", [[0, 1, 2, 3], [0, 3]])
+@pytest.mark.parametrize("layers", [[0, 1, 2, 3], [0, 3], [2]])
 def test_pruned_model_equals_main_model_without_other_layers(main, layers, tmp_path):
     model, architecture = main
     kind = Pruned(model, 2)
@@ -49,9 +49,9 @@ def test_pruned_model_equals_main_model_without_other_layers(main, layers, tmp_p
         assert (expected == logits_of(model.graph, TOKENS)).all()
     built = torch_llama.build(kind.llama, layers)
     assert built.config.model_type == architecture
-    assert error(torch_logits(built), expected) < 0.005
+    assert np.abs(torch_logits(built) - expected).max() < 0.01 * expected.std()
     exported = llama_ir.build(pruned_model.in_numbers(built))
-    assert error(logits_of(exported, TOKENS), expected) < 0.05
+    assert np.abs(logits_of(exported, TOKENS) - expected).max() < 0.1 * expected.std()
     built.save_pretrained(tmp_path / "checkpoint")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype=torch.float32)
     assert (torch_logits(again) == torch_logits(built)).all()

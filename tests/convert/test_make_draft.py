@@ -419,6 +419,8 @@ def test_pruned_draft_is_an_ordinary_model(main, pruned):
         expected = checkpoint(torch.from_numpy(tokens)[None]).logits[0].numpy()
     found = logits_of(ov.Core().read_model(pruned / "openvino_model.xml"), tokens)
     assert checkpoint.config.num_hidden_layers == 2
+    rounded = logits_of(llama_ir.build(pruned_model.in_numbers(checkpoint)), tokens)
+    assert np.abs(found - rounded).max() < 1e-3 * rounded.std()
     assert np.std(found - expected) < 0.03 * np.std(expected)  # int8 rounding gives 0.012
 
 

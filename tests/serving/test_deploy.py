@@ -190,13 +190,7 @@ ray_runtime._restart(None, {"SECOND": "1"})
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 def test_restart_leaves_no_process_that_ray_starts_meanwhile(tmp_path):
     """A process that Ray's raylet started while it was killed kept the metrics port, which the second start needs."""
-    program = tmp_path / "program.py"
-    program.write_text(RESTARTED, encoding="utf-8")
-    subprocess.run([sys.executable, program], check=True, timeout=PATIENCE, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    left = [one for one in psutil.process_iter(["cmdline"]) if str(program) in (one.info["cmdline"] or [])]
-    for one in left:
-        one.kill()
-    assert left == []
+    assert left_by(RESTARTED, tmp_path) == []
 
 
 FAILED_START = """
@@ -223,13 +217,18 @@ else:
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems keep no orphans below a process")
 def test_restart_leaves_no_process_of_a_dead_raylet(tmp_path):
     """A raylet whose agents need more than 15 s to start dies. An agent that it left kept the metrics port."""
-    program = tmp_path / "program.py"
-    program.write_text(FAILED_START, encoding="utf-8")
+    assert left_by(FAILED_START, tmp_path) == []
+
+
+def left_by(source, folder):
+    """Run a program to its end. Returns the processes that it leaves, and kills them."""
+    program = folder / "program.py"
+    program.write_text(source, encoding="utf-8")
     subprocess.run([sys.executable, program], check=True, timeout=PATIENCE, env={**os.environ, "PYTHONPATH": str(ROOT)})
     left = [one for one in psutil.process_iter(["cmdline"]) if str(program) in (one.info["cmdline"] or [])]
     for one in left:
         one.kill()
-    assert left == []
+    return left
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Ray's clusters are for Linux")

@@ -97,12 +97,8 @@ ARCHITECTURES = {
 # Whose attention masks paged attention drops.
 DROPPED_MASKS = {
     "mpt": {"type": "mpt"},
-    "falcon with ALiBi": {
-        "type": "falcon",
-        "alibi": True,
-        "multi_query": False,
-        "parallel_attn": False,
-    },  # falcon-rw-1b
+    # falcon-rw-1b
+    "falcon with ALiBi": {"type": "falcon", "alibi": True, "multi_query": False, "parallel_attn": False},
     "gpt_neo": {
         "type": "gpt_neo",
         "num_layers": 2,  # as many as attention_types, in main and draft
