@@ -1,4 +1,4 @@
-"""One-line text of an exception, as programs and the server report it."""
+"""Text of errors, as programs and the server report them."""
 
 MEMORY_SIGNS = (
     *("bad_alloc", "out of memory", "out_of_", "cannot allocate", "resource temporarily unavailable"),
@@ -16,6 +16,15 @@ def engine_lines(error: BaseException | None) -> list[str]:
     lines = (line.strip() for line in str(error).splitlines())
     kept = [line for line in lines if line and not line.startswith(("Exception from", "Check '"))]
     return kept or [one_line(error)]
+
+
+def lone_surrogate(text: str) -> str:
+    """The first lone surrogate in `text`, half of a character, as Python writes it; "" if the text is valid Unicode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return ascii(error.object[error.start])
+    return ""
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

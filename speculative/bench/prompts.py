@@ -20,7 +20,7 @@ import numpy as np
 import openvino_genai
 
 from speculative.bench.genai import encode
-from speculative.error_text import one_line
+from speculative.error_text import lone_surrogate, one_line
 from speculative.pair.model_info import config_facts
 
 DATA_SET = re.compile(r"(?P<name>[^:@]+?)(@(?P<subset>[\w.+-]+))?(:(?P<column>[^:/\\]+)(:(?P<split>[\w.\[\]%:-]+))?)?")
@@ -133,11 +133,8 @@ def _json_prompt(line: str, number: int) -> Prompt:
         raise ValueError('has neither a string "prompt" nor a list of strings "turns"')
     if content.get("prompt") not in (None, turns[0]):
         raise ValueError('has a "prompt" that differs from its first turn')
-    try:
-        "".join(turns).encode()
-    except UnicodeEncodeError as error:
-        surrogate = ascii(error.object[error.start])
-        raise ValueError(f"has an unpaired surrogate, {surrogate}") from None
+    if surrogate := lone_surrogate("\n".join(turns)):
+        raise ValueError(f"has an unpaired surrogate, {surrogate}")
     schema = content.get("json_schema")
     if not isinstance(schema, (dict, type(None))):
         raise ValueError('has a "json_schema" that is no object')

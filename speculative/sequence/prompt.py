@@ -7,6 +7,8 @@ import numpy as np
 import openvino_genai
 from openvino_genai import ChatHistory, GenerationConfig
 
+from speculative.error_text import lone_surrogate
+
 Prompt: TypeAlias = str | ChatHistory | list | np.ndarray
 """A text (the chat template is applied if there is one), a chat history (list of dict or ChatHistory), or token ids."""
 EXTRA_TEXT = " one two three four"  # of which no tokenizer makes less than a token, behind any text
@@ -47,12 +49,9 @@ def _check_text(prompt: Prompt) -> None:
         if not len(prompt):
             raise ValueError("the chat history has no message")
         return
-    try:
-        (prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False, default=str)).encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"the prompt is not valid Unicode: it has the lone surrogate {error.object[error.start]!r}"
-        ) from None
+    text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False, default=str)
+    if surrogate := lone_surrogate(text):
+        raise ValueError(f"the prompt is not valid Unicode: it has the lone surrogate {surrogate}")
 
 
 def encode_text(text: str, tokenizer: openvino_genai.Tokenizer, add_special_tokens: bool = True) -> np.ndarray:

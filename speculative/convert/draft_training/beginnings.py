@@ -14,6 +14,7 @@ import numpy as np
 import openvino_genai
 
 from speculative.convert.errors import ConvertError
+from speculative.error_text import lone_surrogate
 
 PLACEHOLDER = "user-turn-goes-here"
 MIN_PROMPTS = 10
@@ -74,18 +75,14 @@ def read_prompts(file: Path) -> list[Prompt]:
             raise TypeError
         rows_read = [Prompt(row["prompt"], str(row.get("category") or "")) for row in rows]
         prompts = list({prompt.text: prompt for prompt in rows_read}.values())
-        "".join(prompt.text for prompt in prompts).encode()
-    except UnicodeEncodeError as error:
-        surrogate = ascii(error.object[error.start])
-        raise ConvertError(
-            f"{file} has a prompt with an unpaired surrogate, {surrogate}; fix or remove the line", 2
-        ) from error
     except OSError as error:
         raise ConvertError(f"{file} cannot be read ({error.strerror}); give a file with --prompts", 2) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConvertError(
             f'{file} is not a JSONL file of prompts; each line must be like {{"prompt": "Write a poem."}}', 2
         ) from error
+    if surrogate := lone_surrogate("\n".join(prompt.text for prompt in prompts)):
+        raise ConvertError(f"{file} has a prompt with an unpaired surrogate, {surrogate}; fix or remove the line", 2)
     if len(prompts) < MIN_PROMPTS:
         raise ConvertError(
             f"{file} has {len(prompts)} different prompts, of which a part is held out; give at least {MIN_PROMPTS}",

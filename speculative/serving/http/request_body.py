@@ -14,6 +14,7 @@ from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 
+from speculative.error_text import lone_surrogate
 from speculative.serving.api.errors import ApiError, shorten
 
 BYTES_PER_TOKEN = 32  # of a prompt: plain text has about 4, escaped text up to 6 times as many
@@ -43,11 +44,7 @@ def parse(body: bytes, tokens: int) -> Any:
         raise invalid_body(f"may have {MAX_OBJECTS} objects and lists and {max_values(tokens)} values here")
     try:
         data = json.loads(body.decode("utf-8-sig"), parse_constant=reject_constant)
-        if ESCAPED_SURROGATE.search(body):
-            json.dumps(data, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        surrogate = ascii(error.object[error.start])
-        raise invalid_body(f"holds half a character, {surrogate} (a lone surrogate): send whole ones") from None
+        surrogate = lone_surrogate(json.dumps(data, ensure_ascii=False)) if ESCAPED_SURROGATE.search(body) else ""
     except UnicodeDecodeError:
         raise invalid_body("is not UTF-8") from None
     except RecursionError:
@@ -56,6 +53,8 @@ def parse(body: bytes, tokens: int) -> Any:
         raise invalid_body(f"is not JSON: {error}") from None
     except ValueError:  # of int()
         raise invalid_body(f"has an integer of more than {sys.get_int_max_str_digits():,} digits") from None
+    if surrogate:
+        raise invalid_body(f"holds half a character, {surrogate} (a lone surrogate): send whole ones")
     return data
 
 
