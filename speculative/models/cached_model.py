@@ -274,12 +274,12 @@ def compile_graph(
     known = read_config(folder)
     context, window = context_length(known) or CAPACITY, sliding_window(known)
     kind = device.partition(".")[0]
-    drops_masks = bool(attention_masks.dropped(graph, known))
     text = _check_text(folder)
     try:
         kv_cache.read(graph)  # rejects states that cannot be rolled back
         if kind == "NPU":
             return CachedModel(NpuModel(graph, device, properties, capacity, context, window), text)
+        drops_masks = bool(attention_masks.dropped(graph, known))
         capacity = capacity or min(context, CAPACITY)
 
         def paged(properties: dict) -> Backend:

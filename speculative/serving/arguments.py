@@ -123,26 +123,28 @@ def _add_http_arguments(http: argparse._ArgumentGroup) -> None:
 
 
 def _add_limits(group: argparse._ArgumentGroup) -> None:
-    for name, default, meaning in (
-        ("--max-prompt-tokens", Limits.max_prompt_tokens, "maximum prompt length (default: limited by the context)"),
+    for name, least, default, meaning in (
+        ("--max-prompt-tokens", 1, Limits.max_prompt_tokens, "maximum prompt length (default: limited by the context)"),
         (
             "--max-output-tokens",
+            1,
             Limits.max_output_tokens,
             "maximum answer length, and its default in a request (default: %(default)s)",
         ),
-        ("--max-num-seqs", Limits.max_num_seqs, "maximum batch size (default: %(default)s)"),
+        ("--max-num-seqs", 1, Limits.max_num_seqs, "maximum batch size (default: %(default)s)"),
         (
             "--max-queue",
+            1,
             Limits.max_queue,
             "maximum queue length; further requests get status 429 (default: %(default)s)",
         ),
         (
             "--cache-tokens",
+            MIN_CAPACITY,
             Pair.cache_tokens,
             "KV-cache size in tokens, for all requests of a replica together (default: %(default)s)",
         ),
     ):
-        least = MIN_CAPACITY if name == "--cache-tokens" else 1
         number = whole_number(least, LARGEST)
         argument = group.add_argument(name, type=number, default=default, metavar="N", help=meaning)
         former_options.accept(group, argument, *FORMER_OPTIONS.get(name, ()))
